@@ -1,0 +1,41 @@
+# Two commands: `make demo` and `make test`. Both set up everything they need; the rest is for people who work on forkd.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test setup deps lint unit vm bench clean
+
+demo: setup
+	$(BIN)/forkd quickstart -n 10
+
+test: setup lint
+	$(BIN)/python -m pytest -q
+
+setup: deps $(READY)
+
+deps:
+	@sh build/deps.sh
+
+$(READY): pyproject.toml build/deps.sh
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p .work
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest -q tests/unit tests/meta
+
+vm: setup
+	$(BIN)/python -m pytest -q tests/vm tests/contract
+
+bench: setup
+	$(BIN)/python tests/bench/fork.py
+
+clean:
+	rm -rf $(VENV) .work dist

@@ -1,0 +1,125 @@
+"""What verbs share: a controller to talk to, progress on a terminal, errors as sentences with the right exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from forkd.sdk.async_controller import AsyncController, OnProgress
+
+T = TypeVar("T")
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+
+
+def with_controller(work: Callable[[AsyncController], Awaitable[T]]) -> T:
+    """Run ``work`` with a controller over the app hosted in this process; its sandboxes end with it."""
+    import httpx
+    import trio
+
+    from forkd.sdk.async_controller import AsyncController
+    from forkd.sdk.errors import ControllerError
+    from forkd.sdk.inprocess import hosted_app
+    from forkd.specs.errors import ForkdError
+
+    async def main() -> T:
+        async with hosted_app() as transport:
+            client = httpx.AsyncClient(transport=transport, base_url="http://forkd", timeout=None)
+            async with AsyncController(client) as controller:
+                return await work(controller)
+
+    try:
+        return trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
+    except* KeyboardInterrupt:
+        sys.exit(130)
+    except* (ControllerError, ForkdError) as group:
+        fail(first_of(group))
+    raise AssertionError("unreachable")
+
+
+def first_of(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The first plain exception inside a group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Print an error as a sentence with its hint, and exit with its code."""
+    from forkd.specs.errors import all_errors
+
+    code = getattr(error, "code", None)
+    statuses = {kind.code: kind.exit_status for kind in all_errors()}
+    statuses["unprocessable"] = 2
+    click.echo(f"forkd: error: {error}", err=True)
+    if hint := getattr(error, "hint", None):
+        click.echo(f"  hint: {hint}", err=True)
+    sys.exit(statuses.get(str(code), 1))
+
+
+def print_json(value: Any) -> None:
+    """Data for programs, on stdout."""
+    click.echo(json.dumps(value, indent=2))
+
+
+@contextmanager
+def progress_bar() -> Iterator[OnProgress]:
+    """Progress on stderr: a live bar on a terminal, one plain line a step elsewhere."""
+    if not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def plain(step: str, fraction: float | None) -> None:
+            if step not in seen:
+                seen.add(step)
+                click.echo(f"==> {step}", err=True)
+
+        yield plain
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=False) as bars:
+        tasks: dict[str, Any] = {}
+
+        def live(step: str, fraction: float | None) -> None:
+            if step not in tasks:
+                for task in tasks.values():
+                    bars.update(task, total=1.0, completed=1.0)
+                tasks[step] = bars.add_task(step, total=None if fraction is None else 1.0)
+            bars.update(tasks[step], total=None if fraction is None else 1.0, completed=fraction or 0.0)
+
+        yield live
+        for task in tasks.values():
+            bars.update(task, total=1.0, completed=1.0)
+
+
+def table(columns: list[str], rows: list[list[str]], title: str | None = None) -> None:
+    """A table for people, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    for index, name in enumerate(columns):
+        grid.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160).print(grid)
+
+
+def mib(count: float | None) -> str:
+    """Bytes as MiB with one decimal."""
+    return "-" if count is None else f"{count / (1 << 20):.1f} MiB"
+
+
+def ms(seconds: float) -> str:
+    """Seconds as whole milliseconds, or as seconds where that reads better."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

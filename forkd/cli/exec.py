@@ -1,0 +1,84 @@
+"""`forkd exec`: run a command in a sandbox."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forkd.cli.common import json_option, print_json, with_controller
+from forkd.cli.target import check_target, target, target_options
+
+if TYPE_CHECKING:
+    from forkd.sdk.async_controller import AsyncController
+
+
+@click.command("exec", context_settings={"ignore_unknown_options": True})
+@target_options
+@click.option("--timeout-secs", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
+@click.option("-e", "--env", "env", multiple=True, help="NAME=VALUE; repeatable.")
+@click.option("--cwd", help="Directory to run in.")
+@click.option("--user", help="User to run as.")
+@json_option
+@click.argument("args", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(
+    sandbox_id: str | None,
+    tag: str | None,
+    timeout_secs: float,
+    env: tuple[str, ...],
+    cwd: str | None,
+    user: str | None,
+    as_json: bool,
+    args: tuple[str, ...],
+) -> None:
+    """Run a command in a sandbox and exit with its code.
+
+    127 if there is no such program, 124 if it took too long, 128+N if signal N ended it.
+
+    \b
+    forkd exec --tag python-numpy -- uname -a
+    """
+    check_target(sandbox_id, tag)
+    fields = {"env": parse_env(env), "cwd": cwd, "user": user}
+
+    async def work(controller: AsyncController) -> dict[str, Any]:
+        async with target(controller, sandbox_id, tag) as chosen:
+            return await run_in(controller, chosen, list(args), timeout_secs, fields, as_json)
+
+    sys.exit(finish(with_controller(work), as_json))
+
+
+async def run_in(
+    controller: AsyncController, sandbox_id: str, args: list[str], timeout: float, fields: dict[str, Any], as_json: bool
+) -> dict[str, Any]:
+    """Run, passing output on byte for byte as it comes, or collecting it for JSON."""
+    if as_json:
+        return await controller.exec_command(sandbox_id, args, timeout, **fields)
+
+    def on_output(stream: str, data: bytes) -> None:
+        out = sys.stdout if stream == "stdout" else sys.stderr
+        out.buffer.write(data)
+        out.buffer.flush()
+
+    return await controller.exec_stream(sandbox_id, args, on_output, timeout, **fields)
+
+
+def finish(result: dict[str, Any], as_json: bool) -> int:
+    """Say how a command ended if its own output does not; the exit code."""
+    if as_json:
+        print_json(result)
+    elif result.get("error"):
+        click.echo(f"forkd: {result['error']}", err=True)
+    return int(result["exit_code"]) & 0xFF
+
+
+def parse_env(pairs: tuple[str, ...]) -> dict[str, str]:
+    """NAME=VALUE pairs as a dict."""
+    env = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="--env")
+        env[name] = value
+    return env

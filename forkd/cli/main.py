@@ -1,0 +1,69 @@
+"""The `forkd` command: finds a verb's module when the verb is used, so that help costs no heavy import."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from forkd import __version__
+
+VERBS = {
+    "quickstart": ("forkd.cli.quickstart", "Set up, build a parent, fork children, show figures."),
+    "setup": ("forkd.cli.setup", "Fetch the guest kernel and make the initramfs."),
+    "from-image": ("forkd.cli.from_image", "Image reference to warmed snapshot in one step."),
+    "parent": ("forkd.cli.parent", "Build root file systems."),
+    "snapshot": ("forkd.cli.snapshot", "Boot a rootfs, warm it, capture it."),
+    "fork": ("forkd.cli.fork", "Fork N children from a snapshot."),
+    "run": ("forkd.cli.run", "Run one command in a fresh child of an image."),
+    "exec": ("forkd.cli.exec", "Run a command in a sandbox."),
+    "eval": ("forkd.cli.eval", "Evaluate code in a sandbox's warm interpreter."),
+    "ping": ("forkd.cli.ping", "Ask a sandbox's agent whether it is there."),
+    "images": ("forkd.cli.images", "List local snapshots."),
+    "rmi": ("forkd.cli.rmi", "Remove snapshots."),
+    "where": ("forkd.cli.where", "Print the data directory."),
+    "cleanup": ("forkd.cli.cleanup", "Find and remove what killed commands left behind."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose verbs are imported when they are run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs, in the order a newcomer meets them."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one verb."""
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(VERBS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in VERBS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="forkd")
+def cli() -> None:
+    """Boot a microVM once, warm it, fork children that share its memory.
+
+    Start with: forkd quickstart
+    """
+
+
+def main() -> None:
+    """Entry point: broken pipes and Ctrl-C end quietly, as people expect."""
+    try:
+        cli(prog_name="forkd")
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""`forkd ping`: ask a sandbox's agent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forkd.cli.common import print_json, with_controller
+from forkd.cli.target import check_target, target, target_options
+
+if TYPE_CHECKING:
+    from forkd.sdk.async_controller import AsyncController
+
+
+@click.command("ping")
+@target_options
+def command(sandbox_id: str | None, tag: str | None) -> None:
+    """Ask a sandbox's agent whether it is there; prints its answer as JSON."""
+    check_target(sandbox_id, tag)
+
+    async def work(controller: AsyncController) -> dict[str, Any]:
+        async with target(controller, sandbox_id, tag) as chosen:
+            return await controller.ping_sandbox(chosen)
+
+    print_json(with_controller(work))

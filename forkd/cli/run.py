@@ -1,0 +1,57 @@
+"""`forkd run`: one command in a fresh child of an image."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forkd.cli.common import json_option, progress_bar, with_controller
+from forkd.cli.exec import finish, run_in
+from forkd.cli.target import target
+
+if TYPE_CHECKING:
+    from forkd.sdk.async_controller import AsyncController
+
+
+@click.command("run", context_settings={"ignore_unknown_options": True})
+@click.option("--image", required=True, help="debian:SUITE, or the path of a directory or tar file.")
+@click.option("--extra", "extras", multiple=True, help="Package to add; repeatable.")
+@click.option("--kernel", envvar="FORKD_KERNEL", help="Kernel to boot instead of the one `forkd setup` fetches.")
+@click.option("--timeout-secs", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True)
+@json_option
+@click.argument("args", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(
+    image: str,
+    extras: tuple[str, ...],
+    kernel: str | None,
+    timeout_secs: float,
+    as_json: bool,
+    args: tuple[str, ...],
+) -> None:
+    """Run a command in a fresh child of IMAGE and exit with its code.
+
+    The first run builds and warms the image and keeps it as a snapshot; the next ones only fork.
+    """
+    tag = run_tag(image, extras)
+
+    async def work(controller: AsyncController) -> dict[str, Any]:
+        tags = {row["tag"] for row in await controller.list_snapshots() if row["bootable"]}
+        if tag not in tags:
+            with progress_bar() as progress:
+                fields = {"image": image, "extras": list(extras), "kernel": kernel}
+                await controller.create_snapshot(tag, progress, **fields)
+        async with target(controller, None, tag) as chosen:
+            return await run_in(controller, chosen, list(args), timeout_secs, {}, as_json)
+
+    sys.exit(finish(with_controller(work), as_json))
+
+
+def run_tag(image: str, extras: tuple[str, ...]) -> str:
+    """The tag an image's snapshot is kept under: readable, and different when the packages differ."""
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", image).strip("-")[:40]
+    key = hashlib.sha256("\0".join((image, *sorted(extras))).encode()).hexdigest()[:8]
+    return f"run-{slug}-{key}"

@@ -1,0 +1,72 @@
+"""Flags, environment and TOML into one frozen Settings value; all directory names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_URL = "http://127.0.0.1:8889"
+MAX_CHILDREN = 1000
+MAX_VCPUS = 8
+MIN_MEM_MIB = 64
+MAX_MEM_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What forkd runs with. Directories are made when first used, never here."""
+
+    data_dir: Path
+    engine: str = "auto"
+    accel: str = "auto"
+    kernel: Path | None = None
+    start_limit: int = 8
+    boot_timeout: float = 120.0
+    image_cache_bytes: int = 8 << 30
+
+    @property
+    def snapshots_dir(self) -> Path:
+        """Where snapshots live, one directory a tag."""
+        return self.data_dir / "snapshots"
+
+    @property
+    def images_dir(self) -> Path:
+        """Materialised memory images of chains."""
+        return self.data_dir / "images"
+
+    @property
+    def rootfs_dir(self) -> Path:
+        """Read-only disks, by content."""
+        return self.data_dir / "rootfs"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Small facts worth remembering, all of them expendable."""
+        return self.data_dir / "cache"
+
+    @property
+    def run_dir(self) -> Path:
+        """One directory for each forkd process that owns machines, one below it for each machine."""
+        return self.data_dir / "run"
+
+
+def load_settings(environ: Mapping[str, str] | None = None, **overrides: object) -> Settings:
+    """Settings from the environment; keyword arguments that are not None win."""
+    env = os.environ if environ is None else environ
+    values: dict[str, object] = {"data_dir": _data_dir(env)}
+    if kernel := env.get("FORKD_KERNEL"):
+        values["kernel"] = Path(kernel)
+    for key, name in (("engine", "FORKD_ENGINE"), ("accel", "FORKD_ACCEL")):
+        if value := env.get(name):
+            values[key] = value
+    values.update({key: value for key, value in overrides.items() if value is not None})
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _data_dir(env: Mapping[str, str]) -> Path:
+    if explicit := env.get("FORKD_DATA_DIR"):
+        return Path(explicit).absolute()
+    base = env.get("XDG_DATA_HOME") or os.path.join(env.get("HOME") or "/tmp", ".local/share")
+    return Path(base).absolute() / "forkd"

@@ -1,0 +1,1 @@
+"""The REST app and the daemon that serves it."""

@@ -1,0 +1,54 @@
+"""Routes about this forkd and its host: health, version, set-up, cleanup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from forkd import __version__
+from forkd.daemon.progress import progress_to
+from forkd.daemon.routes import runtime_of
+from forkd.daemon.wire import Emit, EventStream, read_body, reply
+from forkd.ops.cleanup import cleanup
+from forkd.ops.setup import setup
+from forkd.specs.requests import Cleanup, Setup
+
+
+async def healthz(request: Request) -> Response:
+    """Alive."""
+    return reply({"ok": True})
+
+
+async def version(request: Request) -> Response:
+    """What this is."""
+    return reply({"version": __version__, "api": "v1"})
+
+
+async def post_setup(request: Request) -> Response:
+    """Fetch the guest kernel; progress as events."""
+    await read_body(request, Setup)
+
+    async def work(emit: Emit) -> Any:
+        async with progress_to(emit) as progress:
+            return await setup(runtime_of(request), progress)
+
+    return EventStream(work)
+
+
+async def post_cleanup(request: Request) -> Response:
+    """Find, or remove, what dead processes left."""
+    body = await read_body(request, Cleanup)
+    rows = await cleanup(runtime_of(request), remove=body.remove)
+    return reply([msgspec.structs.asdict(row) for row in rows])
+
+
+routes = [
+    Route("/healthz", healthz, methods=["GET"]),
+    Route("/version", version, methods=["GET"]),
+    Route("/v1/setup", post_setup, methods=["POST"]),
+    Route("/v1/cleanup", post_cleanup, methods=["POST"]),
+]

@@ -1,0 +1,91 @@
+"""Routes of snapshots and the disks below them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import trio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from forkd.daemon.progress import progress_to
+from forkd.daemon.routes import runtime_of
+from forkd.daemon.wire import Emit, EventStream, query_flag, read_body, reply, wants_stream
+from forkd.linux import sparse
+from forkd.ops.build import build_rootfs
+from forkd.ops.describe import describe, get_snapshot, list_snapshots
+from forkd.ops.lineage import compact, snapshot_lineage
+from forkd.ops.parent import create_parent
+from forkd.ops.remove import remove_snapshot
+from forkd.specs.requests import BuildRootfs, Compact, CreateSnapshot
+
+
+async def index(request: Request) -> Response:
+    """All snapshots."""
+    return reply(list_snapshots(runtime_of(request)))
+
+
+async def create(request: Request) -> Response:
+    """Boot a parent and capture it."""
+    runtime = runtime_of(request)
+    body = await read_body(request, CreateSnapshot)
+    if not wants_stream(request):
+        return reply(describe(runtime, await create_parent(runtime, body, lambda step, fraction: None)), 201)
+
+    async def work(emit: Emit) -> Any:
+        async with progress_to(emit) as progress:
+            return describe(runtime, await create_parent(runtime, body, progress))
+
+    return EventStream(work)
+
+
+async def get(request: Request) -> Response:
+    """One snapshot."""
+    return reply(get_snapshot(runtime_of(request), request.path_params["tag"]))
+
+
+async def info(request: Request) -> Response:
+    """Lineage and sizes of one snapshot."""
+    return reply(snapshot_lineage(runtime_of(request), request.path_params["tag"]))
+
+
+async def flatten(request: Request) -> Response:
+    """A chain as one snapshot."""
+    body = await read_body(request, Compact)
+    return reply(await compact(runtime_of(request), request.path_params["tag"], body.to))
+
+
+async def delete(request: Request) -> Response:
+    """Remove a snapshot."""
+    cascade, force = query_flag(request, "cascade"), query_flag(request, "force")
+    remove_snapshot(runtime_of(request), request.path_params["tag"], cascade=cascade, force=force)
+    return Response(status_code=204)
+
+
+async def rootfs(request: Request) -> Response:
+    """Build a disk; progress as events."""
+    runtime = runtime_of(request)
+    body = await read_body(request, BuildRootfs)
+
+    async def work(emit: Emit) -> Any:
+        async with progress_to(emit) as progress:
+            disk = await build_rootfs(runtime, body.image, tuple(body.extras), body.size_mib, progress)
+            path = runtime.disks.find(disk.ref)
+            if body.output is not None:
+                await trio.to_thread.run_sync(sparse.clone_file, path, Path(body.output))
+            return {"path": body.output or str(path), "digest": disk.ref.digest, "size": disk.ref.size}
+
+    return EventStream(work)
+
+
+routes = [
+    Route("/v1/snapshots", index, methods=["GET"]),
+    Route("/v1/snapshots", create, methods=["POST"]),
+    Route("/v1/snapshots/{tag}", get, methods=["GET"]),
+    Route("/v1/snapshots/{tag}", delete, methods=["DELETE"]),
+    Route("/v1/snapshots/{tag}/info", info, methods=["GET"]),
+    Route("/v1/snapshots/{tag}/compact", flatten, methods=["POST"]),
+    Route("/v1/rootfs", rootfs, methods=["POST"]),
+]

@@ -1,0 +1,323 @@
+"""Clones of a whole process, threads and all: from a frozen ghost of it, any number of running copies.
+
+The template is a ghost (see `held` for how the source survives anything). A small table of system calls is written into
+it once. Each clone is a fork of the ghost that runs this table by itself: it takes the descriptors it is handed, makes
+its own of those it must not share, makes its threads again, which wait, and stops. The tracer looks at the results and
+lets it go; the threads then become themselves through a signal frame each. Until that moment the clone dies with its
+tracer, and it never runs the program's code.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import TracebackType
+
+from forkd.linux.arch import NR, UnsupportedArch, host_arch
+from forkd.linux.batch import Area, Call, FreeNumbers, encode, first_failure
+from forkd.linux.descriptors import Plan, Refused, plan, take
+from forkd.linux.ghost import Range, allow_fork
+from forkd.linux.held import Gadgets, Step, no_step, open_memory
+from forkd.linux.mapping import read_smaps
+from forkd.linux.ptrace import Tracee, TraceError
+from forkd.linux.threads import (
+    ThreadState,
+    clone_call,
+    describe,
+    hold_threads,
+    own_calls,
+    place_frame,
+    refuse_different,
+    tid_offset,
+)  # fmt: skip
+
+_CLONE_PTRACE, _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x2000, 0x8000, 0x200000, 0x1000000
+_PR_SET_PDEATHSIG = 1
+_FUTEX_WAKE_PRIVATE = 129
+_MSG = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+_PAGE = 4096
+_PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
+_MAP_PRIVATE_ANONYMOUS = 0x22
+
+
+class ProcessTemplate:
+    """A frozen process from which running clones are made. Every method may be called from any thread.
+
+    A clone's parent is the source's parent, as with a Ghost: the caller that started the source waits for clones too.
+    """
+
+    def __init__(
+        self, source: int, replaced: Collection[int], shared: Collection[int], death_signal: int, step: Step
+    ) -> None:
+        self._source = source
+        self._replaced = sorted(replaced)
+        self._shared = shared
+        self._death_signal = death_signal
+        self._step = step
+        self._ghost: Tracee | None = None
+        self._control: tuple[socket.socket, socket.socket] | None = None
+        self.stopped_ms = 0.0
+        self._tracer = ThreadPoolExecutor(1, thread_name_prefix=f"template-of-{source}")
+
+    @classmethod
+    def of(
+        cls,
+        pid: int,
+        replaced: Collection[int] = (),
+        shared: Collection[int] = (),
+        *,
+        death_signal: int = 0,
+        step: Step = no_step,
+    ) -> ProcessTemplate:
+        """Freeze process `pid` and let it go on; blocks for some milliseconds.
+
+        For each descriptor in `replaced` the caller hands every clone another one; those in `shared` the caller knows
+        to be harmless. All others must be of a kind that can be made afresh. `death_signal` is what clones get when the
+        thread that started the source ends.
+
+        Owns: a ghost and one OS thread, until `close`. Raises Refused where a clone would not be safe, TraceError; the
+        source runs on in every case.
+        """
+        template = cls(pid, replaced, shared, death_signal, step)
+        try:
+            template._tracer.submit(template._make).result()
+        except UnsupportedArch as error:
+            template.close()
+            raise TraceError(str(error)) from error
+        except BaseException:
+            template.close()
+            raise
+        return template
+
+    @property
+    def pid(self) -> int:
+        """The ghost, whose memory is the template's."""
+        if self._ghost is None:
+            raise TraceError(f"the template of process {self._source} is closed")
+        return self._ghost.tid
+
+    def clone(self, descriptors: Mapping[int, int] | None = None) -> int:
+        """A new running process; `descriptors` maps each number in `replaced` to the caller's, that it may close then.
+
+        Raises TraceError; then there is no new process.
+        """
+        try:
+            cloning = self._tracer.submit(self._clone, dict(descriptors or {}))
+        except RuntimeError as error:
+            raise TraceError(f"the template of process {self._source} is closed") from error
+        return cloning.result()
+
+    def close(self) -> None:
+        """End the ghost and its thread; clones live on. May be called twice."""
+        try:
+            ended = self._tracer.submit(self._end)
+        except RuntimeError:
+            return  # closed already
+        self._tracer.shutdown(wait=True)
+        ended.result()
+
+    def __enter__(self) -> ProcessTemplate:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # All below runs on the tracer's thread.
+
+    def _make(self) -> None:
+        self._arch = host_arch()
+        gadgets = Gadgets.find(self._source, self._arch)
+        ranges = _check_memory(self._source)
+        with ExitStack() as stack:
+            memory = stack.enter_context(open_memory(self._source))
+            held = hold_threads(self._source, gadgets, self._arch, self._step, stack)
+            main = held[0]
+            allow_fork(main, ranges)
+            threads = [describe(thread, memory) for thread in held]
+            refuse_different(threads)
+            offset = tid_offset(threads, memory, self._arch)
+            descriptors = plan(self._source, self._replaced, self._shared)
+            self._ghost = main.fork()
+        self.stopped_ms = (time.perf_counter() - main.stopped_at) * 1e3
+        self._prepare(gadgets.call, threads, offset, descriptors)
+        self._step("prepared")
+
+    def _prepare(self, at: int, threads: list[ThreadState], offset: int, descriptors: Plan) -> None:
+        """Write the runner and its table into the ghost."""
+        ghost, arch = self._require_ghost(), self._arch
+
+        def call(name: str, *arguments: int) -> int:
+            ghost.enter_call(at, 0, NR[name], arguments)
+            if (result := ghost.finish_call()) < 0:
+                raise TraceError(f"{name} failed in the ghost of process {self._source}", -result)
+            return result
+
+        size = 16 * _PAGE + len(threads) * 4 * _PAGE
+        address = call("mmap", 0, size, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
+        area = Area(address, size)
+        code = area.place(arch.runner.ljust(_PAGE, b"\0"))
+        with open_memory(ghost.tid, os.O_RDWR) as memory:
+            call("socketpair", socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC, 0, code)
+            near, far = struct.unpack("<ii", os.pread(memory, 8, code))
+            self._control = (_take_socket(ghost.tid, near), _take_socket(ghost.tid, far))
+            call("close", far)
+            self._lay_out(area, threads, offset, descriptors, near)
+            os.pwrite(memory, area.image(), address)
+        call("mprotect", code, _PAGE, _PROT_READ | _PROT_EXEC)
+        flags = _CLONE_PARENT | _CLONE_PTRACE | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
+        main_tid = arch.thread_area(threads[0].registers) + offset
+        self._fork_registers = arch.run_fork(ghost.registers(), code, self._table, flags, main_tid)
+
+    def _lay_out(self, area: Area, threads: list[ThreadState], offset: int, descriptors: Plan, control: int) -> None:
+        arch = self._arch
+        self._descriptors = descriptors
+        self._affinities = {}
+        free = FreeNumbers(descriptors.used | {control})
+        calls = [*_receive(area, descriptors, control, free), Call("close", (control,))]
+        calls += own_calls(threads[0], inherits=True)
+        if self._death_signal:
+            calls.append(Call("prctl", (_PR_SET_PDEATHSIG, self._death_signal)))
+        # The threads must know where the gate is, which follows them in the table: so its room is taken first.
+        count = len(calls) + len(threads) - 1
+        self._table = area.reserve((count + 4) * arch.entry_size, 64)
+        gate = self._table + (count + 1) * arch.entry_size + arch.result_offset
+        for thread in threads[1:]:
+            if thread.affinity != threads[0].affinity:
+                self._affinities[len(calls)] = thread.affinity
+            calls.append(clone_call(thread, offset, gate, area, arch))
+        opening = [Call("getpid", ()), Call("futex", (gate, _FUTEX_WAKE_PRIVATE, len(threads)))]
+        table = encode(calls, area, arch) + arch.stop_entry() + encode(opening, area, arch)
+        area.write(self._table, table + arch.leave_entry(place_frame(threads[0], area, arch)))
+        self._calls = calls
+
+    def _clone(self, descriptors: dict[int, int]) -> int:
+        ghost = self._require_ghost()
+        if sorted(descriptors) != self._replaced:
+            raise TraceError(f"a clone needs the descriptors {self._replaced}, not {sorted(descriptors)}")
+        self._hand_over(descriptors)
+        child: Tracee | None = None
+        try:
+            self._step("handed")
+            child = self._fork(ghost)
+            self._step("forked")
+            child.wait_interrupted()
+            self._step("held")
+            child.resume()
+            child.wait_signal(signal.SIGSTOP)
+            self._step("built")
+            self._check(child)
+            self._step("checked")
+            child.detach()
+        except BaseException:
+            if child is not None:
+                child.kill()
+            self._drain()
+            raise
+        self._step("detached")
+        return child.tid
+
+    def _fork(self, ghost: Tracee) -> Tracee:
+        ghost.set_registers(self._fork_registers)
+        ghost.resume(to_syscall=True)
+        ghost.wait_syscall()
+        try:
+            self._step("entered")
+        except BaseException:
+            ghost.set_registers(self._arch.skip_call(ghost.registers()))
+            ghost.finish_call()
+            raise
+        if (pid := ghost.finish_call()) < 0:
+            raise TraceError(f"the ghost of process {self._source} cannot be forked", -pid)
+        return Tracee(pid, self._arch)
+
+    def _hand_over(self, descriptors: dict[int, int]) -> None:
+        """Send the caller's descriptors to where the clone will look for them, in the order of its table."""
+        if not self._replaced:
+            return
+        assert self._control is not None
+        for original in self._descriptors.replaced:
+            own = descriptors[original.number]
+            flags = fcntl.fcntl(own, fcntl.F_GETFL)
+            fcntl.fcntl(own, fcntl.F_SETFL, flags & ~os.O_NONBLOCK | original.nonblocking)
+        numbers = [descriptors[original.number] for original in self._descriptors.replaced]
+        socket.send_fds(self._control[1], [b"x"], numbers)
+
+    def _drain(self) -> None:
+        """Take back descriptors that no clone took, or the next one would get them."""
+        assert self._control is not None
+        try:
+            _, left, _, _ = socket.recv_fds(self._control[0], 1, len(self._replaced), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        for number in left:
+            os.close(number)
+
+    def _check(self, child: Tracee) -> None:
+        """Look at every result; give threads the processors they had."""
+        size = self._arch.entry_size
+        with open_memory(child.tid) as memory:
+            table = os.pread(memory, len(self._calls) * size, self._table)
+        if failure := first_failure(self._calls, table, self._arch):
+            call, result = failure
+            raise TraceError(f"{call.name} gave {result} in a clone of process {self._source}", max(0, -result))
+        for index, affinity in self._affinities.items():
+            os.sched_setaffinity(self._arch.entry_result(table[index * size : (index + 1) * size]), affinity)
+
+    def _require_ghost(self) -> Tracee:
+        if self._ghost is None:
+            raise TraceError(f"the template of process {self._source} is closed")
+        return self._ghost
+
+    def _end(self) -> None:
+        ghost, self._ghost = self._ghost, None
+        if ghost is not None:
+            ghost.kill()
+        for end in self._control or ():
+            end.close()
+
+
+def _receive(area: Area, descriptors: Plan, control: int, free: FreeNumbers) -> list[Call]:
+    """Calls that receive what the tracer sent and put all descriptors in place."""
+    if not descriptors.replaced:
+        return list(descriptors.calls([], free))
+    room = area.reserve(socket.CMSG_SPACE(4 * len(descriptors.replaced)))
+    vector = area.place(struct.pack("<QQ", area.reserve(16), 1))
+    space = socket.CMSG_SPACE(4 * len(descriptors.replaced))
+    header = struct.pack("<QQQQQQQ", 0, 0, vector, 1, room, space, 0)
+    received = [free.take() for _ in descriptors.replaced]
+    return [Call("recvmsg", (control, header, _MSG), 1), *descriptors.calls(received, free)]
+
+
+def _take_socket(pid: int, number: int) -> socket.socket:
+    return socket.socket(fileno=take(pid, number))
+
+
+def _check_memory(pid: int) -> list[Range]:
+    """Ranges to be made forkable; refuses memory that a clone would share with its siblings, or lose."""
+    try:
+        uses = read_smaps(pid)
+        with open(f"/proc/{pid}/timers", encoding="ascii") as timers:
+            if timers.read(1):
+                raise Refused(f"process {pid} has POSIX timers, which a fork does not keep")
+    except OSError as error:
+        raise TraceError(f"cannot read the mappings of process {pid}", error.errno) from error
+    for use in uses:
+        mapping, where = use.mapping, f"{use.mapping.start:#x} ({use.mapping.name or 'anonymous'})"
+        if not mapping.private and "w" in mapping.access:
+            raise Refused(f"memory at {where} is shared and writable: clones would write into each other's")
+        if mapping.name.startswith("/[aio]"):
+            raise Refused(f"process {pid} has kernel input and output in flight at {where}")
+        if "wf" in use.flags:
+            raise Refused(f"memory at {where} is wiped by a fork")
+        if "dc" in use.flags and use.flags & {"io", "pf"} and "w" in mapping.access:
+            raise Refused(f"memory at {where} belongs to a device")
+    return [(u.mapping.start, u.mapping.end) for u in uses if "dc" in u.flags and not u.flags & {"io", "pf"}]

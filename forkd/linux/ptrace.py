@@ -1,0 +1,266 @@
+"""One traced thread: seize, stop, read and write its registers, run a system call in it, let it go.
+
+All calls on a tracee must come from the OS thread that seized it: the kernel ties the relation to that thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from forkd.linux.arch import ERESTARTNOINTR, X86_64, Registers
+
+_CONT, _SYSCALL, _DETACH, _SETREGS, _GETREGS = 7, 24, 17, 13, 12
+_SETOPTIONS, _GETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4204, 0x4206, 0x4207
+_GETSIGMASK, _SETSIGMASK, _GET_RSEQ = 0x420A, 0x420B, 0x420F
+_NT_X86_XSTATE = 0x202
+_WALL = 0x40000000  # also children that are not ours and threads
+_EVENT_STOP = 128
+
+SYSGOOD = 1  # mark stops at system calls, so that they differ from a SIGTRAP
+EXITKILL = 1 << 20  # the tracee dies with its tracer
+SUSPEND_SECCOMP = 1 << 21  # the tracee's filters rest while it is traced
+ALL_SIGNALS = (1 << 64) - 1
+
+
+class TraceError(Exception):
+    """Tracing failed; `errno` is the system's reason where there is one. The traced process was let go."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(f"{message}: {os.strerror(errno)}" if errno else message)
+        self.errno = errno
+
+
+class Ended(TraceError):
+    """The traced thread is no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rseq:
+    """A thread's registration for restartable sequences."""
+
+    address: int
+    size: int
+    signature: int
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+    length: int
+
+
+class _RseqConfiguration(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("size", ctypes.c_uint32),
+        ("signature", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
+    ]
+
+    address: int
+    size: int
+    signature: int
+
+
+@cache
+def _ptrace_function() -> Callable[[int, int, int | None, int | None], int]:
+    # SAFETY: PyDLL keeps the interpreter lock: these calls take microseconds, and waiting for the lock again after each
+    # would lengthen the stop of the traced process by milliseconds in a busy daemon.
+    function = ctypes.PyDLL(None, use_errno=True).ptrace
+    function.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    function.restype = ctypes.c_long
+    return function
+
+
+def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> int:
+    # SAFETY: `data` and `address` are numbers, or addresses of ctypes objects that the caller holds during the call.
+    result = _ptrace_function()(request, tid, address or None, data or None)
+    if result == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+class Tracee:
+    """A thread seized by the calling OS thread."""
+
+    def __init__(self, tid: int, arch: X86_64) -> None:
+        self.tid = tid
+        self.arch = arch
+        self.postponed: list[int] = []  # signals that came while calls were injected
+
+    @classmethod
+    def seize(cls, tid: int, options: int, arch: X86_64) -> Tracee:
+        """Trace a thread without stopping it."""
+        tracee = cls(tid, arch)
+        # SAFETY: no memory is passed.
+        tracee._request("seize", _SEIZE, 0, options)
+        return tracee
+
+    def _request(self, what: str, request: int, address: int = 0, data: int = 0) -> int:
+        try:
+            return _ptrace(request, self.tid, address, data)
+        except ProcessLookupError as error:
+            raise Ended(f"thread {self.tid} is gone or not stopped ({what})", error.errno) from error
+        except OSError as error:
+            raise TraceError(f"cannot trace thread {self.tid} ({what})", error.errno) from error
+
+    def set_options(self, options: int) -> None:
+        # SAFETY: no memory is passed.
+        self._request("set options", _SETOPTIONS, 0, options)
+
+    def interrupt(self) -> None:
+        """Ask for a stop; the thread runs none of its own code between its return from the kernel and the stop."""
+        # SAFETY: no memory is passed.
+        self._request("interrupt", _INTERRUPT)
+
+    def resume(self, *, to_syscall: bool = False) -> None:
+        """Let the thread run, on request up to the next entry or exit of a system call."""
+        # SAFETY: no memory is passed.
+        self._request("resume", _SYSCALL if to_syscall else _CONT)
+
+    def detach(self) -> None:
+        """Let the thread go, and give it the signals that were held back."""
+        # SAFETY: no memory is passed.
+        self._request("detach", _DETACH)
+        for number in self.postponed:
+            os.kill(self.tid, number)
+        self.postponed.clear()
+
+    def wait(self) -> int:
+        """Wait for the next stop: the signal in the low byte, the event above.
+
+        A death is seen but not reaped: the process belongs to whoever started it. A stop is taken at once, so that the
+        rest of this program does not find it when it asks after its children.
+        """
+        try:
+            seen = os.waitid(os.P_PID, self.tid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | _WALL)
+            if seen is None or seen.si_code != os.CLD_TRAPPED:
+                raise Ended(f"thread {self.tid} ended while it was traced")
+            os.waitid(os.P_PID, self.tid, os.WSTOPPED | os.WNOHANG | _WALL)
+        except ChildProcessError as error:
+            raise Ended(f"thread {self.tid} is gone", error.errno) from error
+        return seen.si_status
+
+    def wait_interrupted(self) -> None:
+        """Wait for the stop that `interrupt` asked for."""
+        self._wait_for(lambda stop: stop >> 8 == _EVENT_STOP, to_syscall=False)
+
+    def wait_syscall(self) -> None:
+        """Wait for the entry or exit of a system call."""
+        self._wait_for(lambda stop: stop == signal.SIGTRAP | 0x80, to_syscall=True)
+
+    def wait_signal(self, number: int) -> None:
+        """Wait for a signal the thread sends to itself; resuming does not deliver it."""
+        self._wait_for(lambda stop: stop == number, to_syscall=False)
+
+    def _wait_for(self, wanted: Callable[[int], bool], *, to_syscall: bool) -> None:
+        while not wanted(stop := self.wait()):
+            if stop >> 8 == 0 and stop != signal.SIGTRAP | 0x80:
+                self.postponed.append(stop)
+            self.resume(to_syscall=to_syscall)
+
+    def registers(self) -> Registers:
+        registers = Registers()
+        # SAFETY: `registers` is ours and as large as the kernel's structure.
+        self._request("read registers", _GETREGS, 0, ctypes.addressof(registers))
+        return registers
+
+    def set_registers(self, registers: Registers) -> None:
+        # SAFETY: the kernel copies from `registers` and checks the values.
+        self._request("write registers", _SETREGS, 0, ctypes.addressof(registers))
+
+    def signal_mask(self) -> int:
+        mask = ctypes.c_uint64()
+        # SAFETY: `mask` is ours and has the eight bytes announced.
+        self._request("read signal mask", _GETSIGMASK, 8, ctypes.addressof(mask))
+        return mask.value
+
+    def set_signal_mask(self, mask: int) -> None:
+        value = ctypes.c_uint64(mask)
+        # SAFETY: the kernel copies eight bytes.
+        self._request("write signal mask", _SETSIGMASK, 8, ctypes.addressof(value))
+
+    def vectors(self) -> bytes:
+        """FPU and vector registers in the processor's XSAVE layout."""
+        room = ctypes.create_string_buffer(16384)
+        vector = _IoVec(ctypes.addressof(room), len(room))
+        # SAFETY: the kernel writes at most `length` bytes into `room` and says how many.
+        self._request("read vector registers", _GETREGSET, _NT_X86_XSTATE, ctypes.addressof(vector))
+        return room.raw[: vector.length]
+
+    def rseq(self) -> Rseq | None:
+        """The thread's restartable sequence area, or None when it registered none."""
+        found = _RseqConfiguration()
+        # SAFETY: `found` is ours; its size is passed in the address argument.
+        self._request("read rseq", _GET_RSEQ, ctypes.sizeof(found), ctypes.addressof(found))
+        return Rseq(found.address, found.size, found.signature) if found.address else None
+
+    def enter_call(self, at: int, stack: int, number: int, arguments: Sequence[int]) -> None:
+        """Set a stopped thread up for a system call and bring it to the entry of the call."""
+        self.set_registers(self.arch.call(self.registers(), at, stack, number, arguments))
+        self.resume(to_syscall=True)
+        self.wait_syscall()
+
+    def finish_call(self) -> int:
+        """From the entry of a system call to its exit: its result."""
+        while True:
+            self.resume(to_syscall=True)
+            self.wait_syscall()
+            result = self.arch.result(self.registers())
+            if result != -ERESTARTNOINTR:
+                return result
+            self.resume(to_syscall=True)  # an unblockable signal came: it is held back now, the kernel tries again
+            self.wait_syscall()
+
+    def kill(self) -> None:
+        """End the whole process of this thread and wait until it is reaped. Safe for a process that ended already."""
+        try:
+            os.kill(self.tid, signal.SIGKILL)
+            while True:
+                _, status = os.waitpid(self.tid, _WALL)
+                if not os.WIFSTOPPED(status):
+                    return
+        except (ProcessLookupError, ChildProcessError):
+            return
+
+
+def status_field(tid: int, name: str) -> str:
+    """One line of `/proc/TID/status`."""
+    try:
+        text = Path(f"/proc/{tid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise Ended(f"process {tid} is gone", error.errno) from error
+    match = re.search(rf"^{name}:\s*(.*)$", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def seize_options(tid: int) -> int:
+    """Options to seize a thread with: its seccomp filters must rest, or an injected call could kill it."""
+    return SYSGOOD | (SUSPEND_SECCOMP if status_field(tid, "Seccomp") not in ("", "0") else 0)
+
+
+def seize(tid: int, arch: X86_64) -> Tracee:
+    """Seize a thread; where its seccomp filters cannot be suspended this is refused with the reason."""
+    options = seize_options(tid)
+    if (tracer := status_field(tid, "TracerPid")) != "0":
+        raise TraceError(f"thread {tid} is traced by process {tracer} already")
+    try:
+        return Tracee.seize(tid, options, arch)
+    except Ended:
+        raise
+    except TraceError as error:
+        if options & SUSPEND_SECCOMP:
+            raise TraceError(
+                f"thread {tid} has a seccomp filter and it cannot be suspended "
+                "(needs root, a kernel with CHECKPOINT_RESTORE, and no seccomp filter on forkd itself)",
+                error.errno,
+            ) from error
+        raise

@@ -1,0 +1,196 @@
+"""Branch a running sandbox: capture it into a new snapshot while it goes on."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import trio
+
+from forkd import __version__
+from forkd.ops.capture import Captured, capture_into_stage, no_step
+from forkd.ops.describe import describe
+from forkd.runtime import Runtime
+from forkd.sandbox import Sandbox
+from forkd.specs.branch import BranchMode, Pause, Step
+from forkd.specs.errors import BadInput, CapabilityMissing, ChainBroken, ForkdError, SnapshotNotFound
+from forkd.specs.models import ParentRef, Snapshot, SnapshotInfo
+from forkd.specs.requests import BranchRequest
+from forkd.store.snapshots import Stage, Stored
+
+
+def mode_name(request: BranchRequest) -> str:
+    """The mode a request asks for, in whichever spelling. Raises BadInput for contradictions."""
+    legacy = [name for name in ("measure_diff", "diff", "live") if getattr(request, name)]
+    if request.mode is not None and legacy:
+        raise BadInput(f"mode and {legacy[0]} exclude each other", hint="give mode alone")
+    if len(legacy) > 1:
+        raise BadInput(f"{' and '.join(legacy)} exclude each other")
+    mode = request.mode or {"diff": "diff", "live": "live"}.get(legacy[0] if legacy else "", "full")
+    if not request.wait and mode != "live":
+        raise BadInput("wait=false needs mode live", hint="the other modes write while the source stands still")
+    return mode
+
+
+async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step: Step = no_step) -> SnapshotInfo:
+    """Capture a sandbox. With ``wait=false`` returns when the source runs again, with status ``writing``."""
+    mode = runtime.plugins.branch_mode(mode_name(request))
+    sandbox = runtime.sandbox(sandbox_id)
+    source = await _source(runtime, sandbox, mode, request)
+    tag = request.tag or f"branch-{sandbox_id}-{secrets.token_hex(2)}"
+    work = _Branch(runtime, sandbox, source, mode, runtime.snapshots.stage(tag), request.measure_diff, step)
+    runtime.writing[tag] = _writing_row(work, None)
+    pause: Pause = await runtime.nursery.start(work.run)
+    if not request.wait:
+        runtime.writing[tag] = _writing_row(work, pause)
+        return runtime.writing[tag]
+    await work.done.wait()
+    if work.error is not None:
+        raise work.error
+    assert work.stored is not None
+    return describe(runtime, work.stored)
+
+
+async def _source(runtime: Runtime, sandbox: Sandbox, mode: BranchMode, request: BranchRequest) -> Stored:
+    source = sandbox.source
+    if source is None:
+        raise BadInput(f"sandbox {sandbox.id} was not forked from a snapshot")
+    if request.parent_tag is not None and (request.parent_tag != source.manifest.tag or mode.name == "full"):
+        raise BadInput(
+            f"parent_tag {request.parent_tag!r} must be {source.manifest.tag!r}, the source's snapshot, with mode diff or live"
+        )
+    info = await runtime.engine(source.manifest.platform.engine).describe()
+    if missing := mode.needs - info.capabilities:
+        raise CapabilityMissing(
+            f"mode {mode.name} needs {', '.join(sorted(missing))}, which engine {info.platform.engine} lacks here",
+            hint="use mode diff",
+        )
+    if mode.name != "full":
+        _check_parent(runtime, source)
+    return source
+
+
+def _check_parent(runtime: Runtime, source: Stored) -> None:
+    """A delta is worth nothing without the snapshot it is against."""
+    try:
+        content = runtime.snapshots.load(source.manifest.tag).manifest.content
+    except SnapshotNotFound:
+        content = ""
+    if content != source.manifest.content:
+        raise ChainBroken(
+            f"snapshot {source.manifest.tag!r}, which the sandbox was forked from, has been removed or replaced",
+            hint="use mode full, which needs no parent",
+        )
+
+
+class _Branch:
+    """One branch under way: outlives the request that asked for it."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        sandbox: Sandbox,
+        source: Stored,
+        mode: BranchMode,
+        stage: Stage,
+        measure: bool,
+        step: Step,
+    ) -> None:
+        self._runtime = runtime
+        self.sandbox = sandbox
+        self._source = source
+        self._mode = mode
+        self.stage = stage
+        self._measure = measure
+        self._step = step
+        self.done = trio.Event()
+        self.error: ForkdError | None = None
+        self.stored: Stored | None = None
+
+    async def run(self, task_status: trio.TaskStatus[Pause] = trio.TASK_STATUS_IGNORED) -> None:
+        """Capture, commit; whatever fails, nothing half-made is left and the source runs."""
+        resumed = _Once(task_status)
+        try:
+            captured = await capture_into_stage(
+                self.sandbox,
+                self._mode,
+                self.stage,
+                self._source.manifest.hardware,
+                measure_delta=self._measure,
+                step=self._step,
+                task_status=resumed,
+            )
+            if captured.memory.kind == "delta":
+                _check_parent(self._runtime, self._source)
+            self._step("commit")
+            manifest = captured.seal(self._manifest(captured))
+            self.stored = await trio.to_thread.run_sync(self.stage.commit, manifest)
+            self._note()
+        except ForkdError as error:
+            self.error = error
+            if not resumed.passed:
+                raise
+            self._runtime.failed[self.stage.tag] = error
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self.stage.abandon)
+            self._runtime.writing.pop(self.stage.tag, None)
+            self.done.set()
+
+    def _manifest(self, captured: Captured) -> Snapshot:
+        source = self._source.manifest
+        parent = ParentRef(tag=source.tag, content=source.content) if captured.memory.kind == "delta" else None
+        return Snapshot(
+            tag=self.stage.tag,
+            content="",
+            created_at_unix=int(time.time()),
+            forkd_version=__version__,
+            platform=source.platform,
+            hardware=source.hardware,
+            vmstate=captured.vmstate,
+            memory=captured.memory,
+            rootfs=source.rootfs,
+            kernel=source.kernel,
+            agent_sync=source.agent_sync,
+            parent=parent,
+            branched_from=self.sandbox.id,
+            image=source.image,
+        )
+
+    def _note(self) -> None:
+        assert self.stored is not None
+        info = self.sandbox.info
+        info.has_branched = True
+        info.branch_count += 1
+        info.last_branch_memory_path = str(self.stored.memory)
+        manifest = self.stored.manifest
+        self._runtime.observe(
+            "branch", id=self.sandbox.id, tag=manifest.tag, mode=self._mode.name, pause_ms=manifest.pause_ms
+        )
+
+
+class _Once(trio.TaskStatus[Pause]):
+    """Whether the source has run again, and so whether the caller has been answered."""
+
+    def __init__(self, outer: trio.TaskStatus[Pause]) -> None:
+        self._outer = outer
+        self.passed = False
+
+    def started(self, value: Pause | None = None) -> None:
+        """Pass it on."""
+        assert value is not None
+        self.passed = True
+        self._outer.started(value)
+
+
+def _writing_row(work: _Branch, pause: Pause | None) -> SnapshotInfo:
+    return SnapshotInfo(
+        tag=work.stage.tag,
+        dir=str(work.stage.directory),
+        created_at_unix=int(time.time()),
+        status="writing",
+        bootable=False,
+        branched_from=work.sandbox.id,
+        pause_ms=round(pause.pause_ms) if pause else None,
+        pause_exact_ms=round(pause.pause_ms, 3) if pause else None,
+    )

@@ -1,0 +1,74 @@
+"""Run a branch mode on a sandbox into a staging directory. The one place where captures happen."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+import trio
+
+from forkd.sandbox import Sandbox
+from forkd.specs.branch import BranchMode, Pause, Step
+from forkd.specs.errors import CaptureFailed
+from forkd.specs.models import FileRef, Hardware, MemoryRef, Snapshot
+from forkd.store.capture import MeasuredDelta, StageSink
+from forkd.store.snapshots import Stage, content_id
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What a capture wrote, and what it cost the source."""
+
+    vmstate: FileRef
+    memory: MemoryRef
+    pause_ms: float
+    capture_ms: float
+    measured: MeasuredDelta | None
+
+    def seal(self, manifest: Snapshot) -> Snapshot:
+        """The manifest with its costs and, last, its content id."""
+        measured = msgspec.structs.replace(
+            manifest, pause_ms=round(self.pause_ms, 3), capture_ms=round(self.capture_ms, 3)
+        )
+        return msgspec.structs.replace(measured, content=content_id(measured))
+
+
+def no_step(name: str) -> None:
+    """Nobody watches the steps."""
+
+
+async def capture_into_stage(
+    sandbox: Sandbox,
+    mode: BranchMode,
+    stage: Stage,
+    hardware: Hardware,
+    *,
+    measure_delta: bool = False,
+    step: Step = no_step,
+    task_status: trio.TaskStatus[Pause] = trio.TASK_STATUS_IGNORED,
+) -> Captured:
+    """Capture ``sandbox`` with ``mode``; ``task_status.started`` passes on the moment the source runs again."""
+    began = time.monotonic()
+    sink = StageSink(stage.directory, hardware.mem_mib << 20, measure_delta=measure_delta)
+    pause = _Relay(task_status)
+    async with sandbox.capturing:
+        await mode.capture(sandbox.machine, sink, step, task_status=pause)
+    if sink.memory is None or pause.value is None:
+        raise CaptureFailed(f"branch mode {mode.name!r} ended without a capture")
+    vmstate = await trio.to_thread.run_sync(sink.vmstate_ref)
+    return Captured(vmstate, sink.memory, pause.value.pause_ms, (time.monotonic() - began) * 1000, sink.measured)
+
+
+class _Relay(trio.TaskStatus[Pause]):
+    """Remembers the measured pause and passes it on to whoever waits for the source to run again."""
+
+    def __init__(self, outer: trio.TaskStatus[Pause]) -> None:
+        self._outer = outer
+        self.value: Pause | None = None
+
+    def started(self, value: Pause | None = None) -> None:
+        """The source runs again."""
+        assert value is not None
+        self.value = value
+        self._outer.started(value)

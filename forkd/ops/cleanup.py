@@ -1,0 +1,85 @@
+"""Cleanup: find what killed processes left behind, and remove it on request."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import trio
+
+from forkd.linux.process import ProcessHandle, start_time
+from forkd.runtime import Runtime
+from forkd.slots import find_orphans
+from forkd.store.files import remove_tree
+from forkd.store.locks import is_held
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """One thing found: ``action`` is DEL, or SKIP with the reason why it is in use."""
+
+    path: str
+    bytes: int
+    action: str
+    reason: str
+
+
+async def cleanup(runtime: Runtime, *, remove: bool) -> list[Leftover]:
+    """Orphaned machines and their directories, half-made snapshots, disks and images. Anything in use is skipped."""
+    rows = [_in_use(path) for path in _living_owners(runtime)]
+    for orphan in find_orphans(runtime.settings.run_dir):
+        rows.append(_doomed(orphan.directory, f"its owner is gone; machines still running: {len(orphan.pids)}"))
+        if remove:
+            for pid in orphan.pids:
+                await _end(pid)
+            await trio.to_thread.run_sync(remove_tree, orphan.directory)
+    for path in runtime.snapshots.leftovers():
+        rows.append(_doomed(path, "a snapshot that was never finished"))
+        if remove:
+            runtime.snapshots.remove_leftover(path)
+    for path in runtime.disks.leftovers():
+        rows.append(_doomed(path, "a rootfs build that was never finished"))
+        if remove:
+            await trio.to_thread.run_sync(remove_tree, path)
+    for path in runtime.images.leftovers():
+        rows.append(_doomed(path, "a memory image that was never finished"))
+        if remove:
+            path.unlink(missing_ok=True)
+    return rows
+
+
+def _living_owners(runtime: Runtime) -> list[Path]:
+    root = runtime.settings.run_dir
+    owners = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+    return [path for path in owners if path != runtime.slots.directory and is_held(path / "lock")]
+
+
+async def _end(pid: int) -> None:
+    try:
+        process = ProcessHandle.of_running(pid, start_time(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    if process is not None:
+        process.kill()
+        await process.wait()
+
+
+def _doomed(path: Path, reason: str) -> Leftover:
+    return Leftover(str(path), _size(path), "DEL", reason)
+
+
+def _in_use(path: Path) -> Leftover:
+    return Leftover(str(path), _size(path), "SKIP", "its owner is alive")
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_blocks * 512
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue  # going away while we look
+    return total

@@ -1,0 +1,85 @@
+"""Describe snapshots for people and programs."""
+
+from __future__ import annotations
+
+from forkd.runtime import Runtime
+from forkd.specs.errors import ForkdError, SnapshotBroken
+from forkd.specs.models import SnapshotInfo
+from forkd.store.files import physical_bytes
+from forkd.store.snapshots import Broken, Stored
+
+
+def list_snapshots(runtime: Runtime) -> list[SnapshotInfo]:
+    """Every snapshot, those that cannot be used included, with the reason."""
+    rows = [describe(runtime, entry) for entry in runtime.snapshots.entries()]
+    whole = {row.tag for row in rows}
+    rows += [row for tag, row in runtime.writing.items() if tag not in whole]
+    rows += [_failed(runtime, tag, error) for tag, error in runtime.failed.items() if tag not in whole]
+    return rows
+
+
+def get_snapshot(runtime: Runtime, tag: str) -> SnapshotInfo:
+    """One snapshot. Raises SnapshotNotFound, SnapshotBroken."""
+    if (row := runtime.writing.get(tag)) is not None:
+        return row
+    if (error := runtime.failed.get(tag)) is not None and not runtime.snapshots.path(tag).exists():
+        return _failed(runtime, tag, error)
+    return describe(runtime, runtime.snapshots.load(tag))
+
+
+def _failed(runtime: Runtime, tag: str, error: ForkdError) -> SnapshotInfo:
+    """A branch that was answered before it was written, and then could not be."""
+    return SnapshotInfo(
+        tag=tag,
+        dir=str(runtime.snapshots.path(tag)),
+        created_at_unix=0,
+        status="failed",
+        bootable=False,
+        warning=error.message,
+    )
+
+
+def describe(runtime: Runtime, entry: Stored | Broken) -> SnapshotInfo:
+    """A snapshot as the API shows it."""
+    if isinstance(entry, Broken):
+        return SnapshotInfo(
+            tag=entry.tag,
+            dir=str(entry.directory),
+            created_at_unix=int(entry.directory.stat().st_mtime),
+            status="failed",
+            bootable=False,
+            warning=f"snapshot is not bootable: {entry.reason}",
+        )
+    manifest = entry.manifest
+    warning = None
+    try:
+        entry.check_files()
+        if manifest.rootfs is not None:
+            runtime.disks.find(manifest.rootfs)
+    except SnapshotBroken as error:
+        warning = f"snapshot is not bootable: {error.message}"
+    physical = physical_bytes(entry.memory) + physical_bytes(entry.vmstate) if warning is None else None
+    delta = manifest.memory.kind == "delta"
+    return SnapshotInfo(
+        tag=manifest.tag,
+        dir=str(entry.directory),
+        created_at_unix=manifest.created_at_unix,
+        status="ready" if warning is None else "failed",
+        bootable=warning is None,
+        branched_from=manifest.branched_from,
+        parent_tag=manifest.parent.tag if manifest.parent else None,
+        pause_ms=round(manifest.pause_ms) if manifest.pause_ms is not None else None,
+        pause_exact_ms=manifest.pause_ms,
+        capture_ms=manifest.capture_ms,
+        changed_pages=manifest.memory.changed_pages if delta else None,
+        diff_physical_bytes=manifest.memory.size if delta else None,
+        diff_logical_bytes=manifest.hardware.mem_mib << 20 if delta else None,
+        mem_mib=manifest.hardware.mem_mib,
+        vcpus=manifest.hardware.vcpus,
+        physical_bytes=physical,
+        engine=f"{manifest.platform.engine} {manifest.platform.engine_version}",
+        accelerator=manifest.platform.accelerator,
+        image=manifest.image,
+        warning=warning,
+        labels=manifest.labels,
+    )

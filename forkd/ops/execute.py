@@ -1,0 +1,71 @@
+"""Run things in a sandbox: commands, expressions, a ping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from forkd.runtime import Runtime
+from forkd.specs.errors import BadInput
+from forkd.specs.models import EvalResult, ExecResult
+from forkd.specs.requests import EvalRequest, ExecRequest
+
+MAX_ARGS = 4096
+
+
+def check_exec(request: ExecRequest) -> None:
+    """Raise BadInput for a command no guest could run."""
+    if not request.args or not request.args[0]:
+        raise BadInput("args is empty", hint='give a command, for example {"args": ["uname", "-a"]}')
+    if len(request.args) > MAX_ARGS or any("\0" in arg for arg in request.args):
+        raise BadInput(f"args has more than {MAX_ARGS} words, or a NUL byte")
+    if not 0 < request.timeout_secs <= 7 * 86400:
+        raise BadInput(f"a timeout of {request.timeout_secs:g} s is not possible", hint="give a positive number")
+
+
+async def exec_command(runtime: Runtime, sandbox_id: str, request: ExecRequest) -> ExecResult:
+    """Run a command to its end and return what it printed."""
+    check_exec(request)
+    link = runtime.sandbox(sandbox_id).link
+    began = time.monotonic()
+    result = await link.run(
+        request.args,
+        env=request.env,
+        cwd=request.cwd,
+        user=request.user,
+        stdin=request.stdin.encode() if request.stdin is not None else None,
+        timeout=request.timeout_secs,
+    )
+    runtime.observe("exec", id=sandbox_id, exit_code=result.exit_code, seconds=time.monotonic() - began)
+    return result
+
+
+async def stream_command(
+    runtime: Runtime, sandbox_id: str, request: ExecRequest, on_output: Callable[[str, bytes], Awaitable[None]]
+) -> ExecResult:
+    """Run a command; ``on_output(stream, bytes)`` gets what it prints as it comes, and may be slow."""
+    check_exec(request)
+    link = runtime.sandbox(sandbox_id).link
+    return await link.run(
+        request.args,
+        env=request.env,
+        cwd=request.cwd,
+        user=request.user,
+        stdin=request.stdin.encode() if request.stdin is not None else None,
+        timeout=request.timeout_secs,
+        on_output=on_output,
+    )
+
+
+async def eval_code(runtime: Runtime, sandbox_id: str, request: EvalRequest) -> EvalResult:
+    """Evaluate code in the warm interpreter."""
+    began = time.monotonic()
+    result = await runtime.sandbox(sandbox_id).link.eval(request.code, timeout=request.timeout_secs)
+    runtime.observe("eval", id=sandbox_id, exit_code=result.exit_code, seconds=time.monotonic() - began)
+    return result
+
+
+async def ping(runtime: Runtime, sandbox_id: str) -> dict[str, Any]:
+    """Ask the agent whether it is there."""
+    return await runtime.sandbox(sandbox_id).link.request({"op": "ping"}, timeout=5)

@@ -1,0 +1,96 @@
+"""Fork children from a snapshot: resolve its memory once, then bring N sandboxes up side by side."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import trio
+
+from forkd.config import MAX_CHILDREN
+from forkd.runtime import Runtime
+from forkd.sandbox import Plan, Sandbox, run_sandbox
+from forkd.slots import new_sandbox_id
+from forkd.specs.engine import Machine, RestoreSpec, Slot
+from forkd.specs.errors import BadInput, ForkdError, SnapshotNotReady
+from forkd.specs.memory import MemoryLease
+from forkd.specs.models import SandboxInfo
+from forkd.store.chain import resolve
+from forkd.store.snapshots import Stored
+
+
+@dataclass(frozen=True, slots=True)
+class ForkOptions:
+    """How children are made: which memory backend, with huge pages or not, and their limits."""
+
+    memory_backend: str = "file"
+    hugepages: bool = False
+    memory_limit_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One row of a fork's answer: a sandbox, or why there is none."""
+
+    index: int
+    sandbox: Sandbox | None
+    error: ForkdError | None
+
+
+async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list[Child]:
+    """Bring up ``n`` children of ``tag``. One child's failure is its own row; a broken snapshot raises at once."""
+    if not 1 <= n <= MAX_CHILDREN:
+        raise BadInput(f"{n} children are not possible", hint=f"give 1 to {MAX_CHILDREN}")
+    stored, spec, lease = await _prepare(runtime, tag, options)
+    children = [Child(index, None, None) for index in range(n)]
+
+    async def one(index: int) -> None:
+        sandbox_id = new_sandbox_id()
+        engine = runtime.engine(stored.manifest.platform.engine)
+
+        async def start(slot: Slot) -> Machine:
+            return await engine.restore(spec, slot)
+
+        info = _info(sandbox_id, tag, options, lease)
+        plan = Plan(sandbox_id, start, stored.manifest.agent_sync, info, stored)
+        try:
+            children[index] = Child(index, await runtime.nursery.start(run_sandbox, runtime, plan), None)
+        except ForkdError as error:
+            children[index] = Child(index, None, error)
+
+    async with trio.open_nursery() as nursery:
+        for index in range(n):
+            nursery.start_soon(one, index)
+    runtime.observe("fork", tag=tag, asked=n, up=sum(child.sandbox is not None for child in children))
+    return children
+
+
+async def _prepare(runtime: Runtime, tag: str, options: ForkOptions) -> tuple[Stored, RestoreSpec, MemoryLease]:
+    """Everything all children share, checked once: chain, files, platform, disk, memory image."""
+    if tag in runtime.writing:
+        raise SnapshotNotReady(f"snapshot {tag!r} is still being written", hint="wait until its status is ready")
+    layers = resolve(runtime.snapshots, tag)
+    for layer in layers:
+        layer.check_files()
+    stored = layers[-1]
+    manifest = stored.manifest
+    engine = runtime.engine(manifest.platform.engine)
+    engine.check(manifest.platform, await engine.describe())
+    rootfs = runtime.disks.find(manifest.rootfs) if manifest.rootfs else None
+    size = manifest.hardware.mem_mib << 20
+    backend = runtime.plugins.memory_backend(options.memory_backend)
+    image = await runtime.images.image(layers)
+    lease = await backend.lease(image, size, hugepages=options.hugepages)
+    return stored, RestoreSpec(stored.vmstate, lease.image, rootfs, manifest.hardware, manifest.platform), lease
+
+
+def _info(sandbox_id: str, tag: str, options: ForkOptions, lease: MemoryLease) -> SandboxInfo:
+    return SandboxInfo(
+        id=sandbox_id,
+        snapshot_tag=tag,
+        created_at_unix=int(time.time()),
+        memory_limit_mib=options.memory_limit_mib,
+        hostname=sandbox_id,
+        memory_backend=options.memory_backend,
+        warnings=list(lease.warnings),
+    )

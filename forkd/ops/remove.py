@@ -1,0 +1,31 @@
+"""Remove snapshots, never from under something that builds on them."""
+
+from __future__ import annotations
+
+from forkd.runtime import Runtime
+from forkd.specs.errors import BadInput, SnapshotBroken, SnapshotInUse
+
+
+def remove_snapshot(runtime: Runtime, tag: str, *, cascade: bool = False, force: bool = False) -> list[str]:
+    """Remove ``tag``; with ``cascade`` all that build on it first, with ``force`` only it. Returns what was removed."""
+    if cascade and force:
+        raise BadInput("cascade and force exclude each other")
+    runtime.snapshots.path(tag)  # refuses a bad tag before anything is looked at
+    dependents = runtime.snapshots.dependents(tag)
+    if dependents and not (cascade or force):
+        raise SnapshotInUse(
+            f"snapshots {', '.join(dependents)} build on {tag!r}",
+            hint="remove them too with cascade, or orphan them with force",
+            dependents=dependents,
+        )
+    removed: list[str] = []
+    if cascade:
+        for child in dependents:
+            removed += remove_snapshot(runtime, child, cascade=True)
+    try:
+        runtime.images.forget(runtime.snapshots.load(tag).manifest.content)
+    except SnapshotBroken:
+        pass  # nothing was ever made from it
+    runtime.snapshots.remove(tag)
+    runtime.observe("remove", tag=tag)
+    return [*removed, tag]

@@ -1,0 +1,108 @@
+"""A sandbox: a machine, its slot and its guest link, kept alive by one task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from forkd.guestlink import GuestLink, ResumeInfo
+from forkd.specs.engine import Machine, Slot
+from forkd.specs.errors import GuestTimeout, GuestUnreachable, MachineGone
+from forkd.specs.models import SandboxInfo
+
+if TYPE_CHECKING:
+    from forkd.runtime import Runtime
+    from forkd.store.snapshots import Stored
+
+READY_TIMEOUT = 60.0
+
+
+@dataclass(slots=True)
+class Sandbox:
+    """A running child. ``stop`` asks its task to end the machine; ``ended`` is set when nothing of it is left."""
+
+    id: str
+    machine: Machine
+    link: GuestLink
+    slot: Slot
+    source: Stored | None
+    info: SandboxInfo
+    stop: trio.Event = field(default_factory=trio.Event)
+    ended: trio.Event = field(default_factory=trio.Event)
+    capturing: trio.Lock = field(default_factory=trio.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to bring one sandbox up: ``start`` makes its machine in the slot it is given."""
+
+    id: str
+    start: Callable[[Slot], Awaitable[Machine]]
+    agent_sync: str
+    info: SandboxInfo
+    source: Stored | None
+    ready_timeout: float = READY_TIMEOUT
+
+
+async def run_sandbox(
+    runtime: Runtime, plan: Plan, task_status: trio.TaskStatus[Sandbox] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Bring a sandbox up, report it when its guest serves, and end it when asked, when cancelled or when its VMM dies.
+
+    A failure before it is up is raised to the caller; a later one is remembered in ``runtime.endings``. Whatever
+    happens, no process and no directory is left.
+    """
+    began = time.monotonic()
+    slot = runtime.slots.take(plan.id)
+    machine: Machine | None = None
+    sandbox: Sandbox | None = None
+    try:
+        async with runtime.start_limit:
+            machine = await plan.start(slot)
+            link = await _link_up(runtime, plan, machine)
+        plan.info.pid = machine.pid
+        plan.info.spawn_ms = round((time.monotonic() - began) * 1000, 2)
+        sandbox = Sandbox(plan.id, machine, link, slot, plan.source, plan.info)
+        runtime.sandboxes[plan.id] = sandbox
+        runtime.nursery.start_soon(_watch, runtime, sandbox)
+        task_status.started(sandbox)
+        await sandbox.stop.wait()
+    finally:
+        runtime.sandboxes.pop(plan.id, None)
+        with trio.CancelScope(shield=True):
+            if machine is not None:
+                await machine.kill()
+            await trio.to_thread.run_sync(runtime.slots.give_back, slot)
+        if sandbox is not None:
+            sandbox.ended.set()
+
+
+async def _link_up(runtime: Runtime, plan: Plan, machine: Machine) -> GuestLink:
+    """Open the guest link and wait for the resume handshake; the VMM's own end explains a failure best."""
+    sync = bytes.fromhex(plan.agent_sync)
+    link = await GuestLink.open(machine.agent, sync, runtime.nursery, resume=ResumeInfo.fresh(plan.id))
+    with trio.move_on_after(plan.ready_timeout):
+        try:
+            await link.ready()
+        except GuestUnreachable as error:
+            raise MachineGone(f"the guest never became ready: {await machine.wait()}") from error
+        return link
+    raise GuestTimeout(f"the guest of {plan.id} did not answer within {plan.ready_timeout:g} s")
+
+
+async def _watch(runtime: Runtime, sandbox: Sandbox) -> None:
+    """Notice a VMM that ends by itself."""
+    words = await sandbox.machine.wait()
+    if not sandbox.stop.is_set():
+        runtime.endings[sandbox.id] = words
+        sandbox.stop.set()
+
+
+async def end_sandbox(sandbox: Sandbox) -> None:
+    """End a sandbox and return when nothing of it is left."""
+    sandbox.stop.set()
+    await sandbox.ended.wait()

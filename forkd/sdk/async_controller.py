@@ -1,0 +1,195 @@
+"""AsyncController: the REST API as methods. The sync Controller is generated from this file."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from forkd.sdk.errors import ControllerError
+
+OnProgress = Callable[[str, float | None], None]
+OnOutput = Callable[[str, bytes], None]
+NDJSON = "application/x-ndjson"
+
+
+class AsyncController:
+    """Talks to a forkd app. Answers are plain dicts with the field names of the REST API."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def __aenter__(self) -> AsyncController:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self._client.aclose()
+
+    # -- the host ----------------------------------------------------------------------------------------------------
+
+    async def version(self) -> dict[str, Any]:
+        """Version of forkd and of its API."""
+        return await self._call("GET", "/version")
+
+    async def setup(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
+        """Fetch the guest kernel if it is not there."""
+        return await self._stream("/v1/setup", {}, on_progress)
+
+    async def cleanup(self, remove: bool = False) -> list[dict[str, Any]]:
+        """What dead processes left; removed if asked."""
+        return await self._call("POST", "/v1/cleanup", {"remove": remove})
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    async def list_snapshots(self) -> list[dict[str, Any]]:
+        """All snapshots."""
+        return await self._call("GET", "/v1/snapshots")
+
+    async def get_snapshot(self, tag: str) -> dict[str, Any]:
+        """One snapshot."""
+        return await self._call("GET", f"/v1/snapshots/{_quote(tag)}")
+
+    async def create_snapshot(self, tag: str, on_progress: OnProgress | None = None, **fields: Any) -> dict[str, Any]:
+        """Boot a parent (``image=`` or ``rootfs=``, ``kernel=``, ``mem_size_mib=`` …) and capture it."""
+        return await self._stream("/v1/snapshots", {"tag": tag, **fields}, on_progress)
+
+    async def snapshot_info(self, tag: str) -> dict[str, Any]:
+        """Lineage and sizes of one snapshot."""
+        return await self._call("GET", f"/v1/snapshots/{_quote(tag)}/info")
+
+    async def compact_snapshot(self, tag: str, to: str) -> dict[str, Any]:
+        """Flatten a chain into a new snapshot."""
+        return await self._call("POST", f"/v1/snapshots/{_quote(tag)}/compact", {"to": to})
+
+    async def delete_snapshot(self, tag: str, cascade: bool = False, force: bool = False) -> None:
+        """Remove a snapshot."""
+        query = {name: "true" for name, value in (("cascade", cascade), ("force", force)) if value}
+        await self._call("DELETE", f"/v1/snapshots/{_quote(tag)}", params=query)
+
+    async def build_rootfs(self, image: str, on_progress: OnProgress | None = None, **fields: Any) -> dict[str, Any]:
+        """Build a disk from an image."""
+        return await self._stream("/v1/rootfs", {"image": image, **fields}, on_progress)
+
+    # -- sandboxes ---------------------------------------------------------------------------------------------------
+
+    async def spawn_sandboxes(self, snapshot_tag: str, n: int = 1, **fields: Any) -> list[dict[str, Any]]:
+        """Fork ``n`` children. If some failed, ControllerError has status 207 and its body both lists."""
+        body = {"snapshot_tag": snapshot_tag, "n": n, **fields}
+        return await self._call("POST", "/v1/sandboxes", body)
+
+    async def list_sandboxes(self) -> list[dict[str, Any]]:
+        """All running sandboxes."""
+        return await self._call("GET", "/v1/sandboxes")
+
+    async def get_sandbox(self, sandbox_id: str) -> dict[str, Any]:
+        """One sandbox."""
+        return await self._call("GET", f"/v1/sandboxes/{_quote(sandbox_id)}")
+
+    async def kill_sandbox(self, sandbox_id: str) -> None:
+        """End a sandbox."""
+        await self._call("DELETE", f"/v1/sandboxes/{_quote(sandbox_id)}")
+
+    async def branch_sandbox(
+        self,
+        sandbox_id: str,
+        tag: str | None = None,
+        diff: bool = False,
+        measure_diff: bool = False,
+        mode: str | None = None,
+        wait: bool = True,
+        parent_tag: str | None = None,
+    ) -> dict[str, Any]:
+        """Capture a running sandbox into a new snapshot; ``mode`` is full, diff or live."""
+        fields = {"tag": tag, "diff": diff or None, "measure_diff": measure_diff or None, "mode": mode}
+        body = {key: value for key, value in {**fields, "parent_tag": parent_tag}.items() if value is not None}
+        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/branch", {**body, "wait": wait})
+
+    async def exec_command(
+        self, sandbox_id: str, args: list[str], timeout_secs: float = 30, **fields: Any
+    ) -> dict[str, Any]:
+        """Run a command to its end."""
+        body = {"args": args, "timeout_secs": timeout_secs, **fields}
+        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/exec", body)
+
+    async def exec_stream(
+        self, sandbox_id: str, args: list[str], on_output: OnOutput, timeout_secs: float = 30, **fields: Any
+    ) -> dict[str, Any]:
+        """Run a command; ``on_output("stdout" or "stderr", bytes)`` gets its output as it comes."""
+        body = {"args": args, "timeout_secs": timeout_secs, **fields}
+        path = f"/v1/sandboxes/{_quote(sandbox_id)}/exec"
+
+        def on_event(event: dict[str, Any]) -> None:
+            on_output(event["event"], base64.b64decode(event["data"]))
+
+        return await self._events(path, body, on_event)
+
+    async def eval_code(self, sandbox_id: str, code: str, timeout_secs: float = 30) -> dict[str, Any]:
+        """Evaluate code in the warm interpreter."""
+        body = {"code": code, "timeout_secs": timeout_secs}
+        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/eval", body)
+
+    async def ping_sandbox(self, sandbox_id: str) -> dict[str, Any]:
+        """Ask the agent in the guest."""
+        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/ping", {})
+
+    async def sandbox_stats(self, sandbox_id: str) -> dict[str, Any]:
+        """Memory and CPU time a sandbox costs the host."""
+        return await self._call("GET", f"/v1/sandboxes/{_quote(sandbox_id)}/stats")
+
+    # -- below -------------------------------------------------------------------------------------------------------
+
+    async def _call(self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
+        response = await self._client.request(method, path, json=body, params=params)
+        if response.status_code == 207 or not response.is_success:
+            raise _error(response)
+        return response.json() if response.content else None
+
+    async def _stream(self, path: str, body: Any, on_progress: OnProgress | None) -> Any:
+        def on_event(event: dict[str, Any]) -> None:
+            if on_progress is not None:
+                on_progress(event["step"], event["fraction"])
+
+        return await self._events(path, body, on_event)
+
+    async def _events(self, path: str, body: Any, on_event: Callable[[dict[str, Any]], None]) -> Any:
+        async with self._client.stream("POST", path, json=body, headers={"accept": NDJSON}, timeout=None) as response:
+            if not response.is_success:
+                await response.aread()
+                raise _error(response)
+            async for event in _lines(response):
+                if event["event"] == "result":
+                    return event["result"]
+                if event["event"] == "error":
+                    raise ControllerError(event["status"], event, str(response.url))
+                on_event(event)
+        raise ControllerError(502, {"error": "the answer ended early", "code": "transfer_error"}, path)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line:
+            yield json.loads(line)
+
+
+def _quote(part: str) -> str:
+    from urllib.parse import quote
+
+    return quote(part, safe="")
+
+
+def _error(response: httpx.Response) -> ControllerError:
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    return ControllerError(response.status_code, body, str(response.url))

@@ -1,0 +1,85 @@
+"""Slots: one private directory for each machine, below one directory for each forkd process that owns machines."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from forkd.specs.engine import Slot
+from forkd.specs.errors import Conflict
+from forkd.store.files import disk_full_as_no_space, remove_tree
+from forkd.store.locks import FileLock, is_held
+
+
+def new_sandbox_id() -> str:
+    """An id nobody has used: the second, and enough chance that no two processes ever agree."""
+    return f"sb-{int(time.time()):x}-{secrets.token_hex(4)}"
+
+
+class SlotOwner:
+    """This process's directory of slots, locked for as long as it lives."""
+
+    def __init__(self, run_dir: Path, name: str | None = None, *, die_with_owner: bool = True) -> None:
+        self.directory = run_dir / (name or f"p{os.getpid()}-{secrets.token_hex(2)}")
+        self._die_with_owner = die_with_owner
+        with disk_full_as_no_space(run_dir):
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=name is not None)
+            lock = FileLock.try_take(self.directory / "lock")
+        if lock is None:
+            raise Conflict(
+                f"another forkd process owns {self.directory}", hint="stop it first, or use another data directory"
+            )
+        self._lock = lock
+
+    def take(self, sandbox_id: str) -> Slot:
+        """Make the slot of a new machine."""
+        directory = self.directory / sandbox_id
+        with disk_full_as_no_space(directory):
+            directory.mkdir(mode=0o700)
+        return Slot(sandbox_id, directory, self._die_with_owner)
+
+    def existing(self) -> list[Slot]:
+        """Slots an earlier process of this name left."""
+        found = [path for path in sorted(self.directory.iterdir()) if path.is_dir()]
+        return [Slot(path.name, path, self._die_with_owner) for path in found]
+
+    def give_back(self, slot: Slot) -> None:
+        """Remove a slot whose machine is gone."""
+        remove_tree(slot.directory)
+
+    def close(self) -> None:
+        """Remove the directory if no slot is left, and let go of it."""
+        if not self.existing():
+            remove_tree(self.directory)
+        self._lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A slot directory whose owner is dead, and the processes still working in it."""
+
+    directory: Path
+    pids: tuple[int, ...]
+
+
+def find_orphans(run_dir: Path) -> list[Orphan]:
+    """Owner directories nobody holds, with every process whose working directory is inside one (a VMM's always is)."""
+    if not run_dir.is_dir():
+        return []
+    dead = [path for path in sorted(run_dir.iterdir()) if path.is_dir() and not is_held(path / "lock")]
+    workers = _working_directories() if dead else {}
+    return [Orphan(path, tuple(pid for pid, cwd in workers.items() if path in cwd.parents)) for path in dead]
+
+
+def _working_directories() -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                found[int(entry.name)] = Path(os.readlink(f"{entry.path}/cwd"))
+            except OSError:
+                continue  # ended meanwhile, or not ours to look at
+    return found

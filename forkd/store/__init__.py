@@ -1,0 +1,1 @@
+"""Where snapshots, disks and memory images live on disk. Nothing here knows about virtual machines."""

@@ -1,0 +1,67 @@
+"""Durable file operations: everything that must survive a crash is synced before it is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forkd.specs.errors import NoSpace
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file's data to its device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to its device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace ``path`` with ``data`` so that a crash leaves the old or the new content, never a mix."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(staged, "wb") as out:
+        out.write(data)
+        out.flush()
+        os.fsync(out.fileno())
+    staged.replace(path)
+    sync_directory(path.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory and all below it; one that is gone already is fine."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+
+
+@contextmanager
+def disk_full_as_no_space(where: Path) -> Iterator[None]:
+    """Turn the kernel's 'no space' errors into ours, naming the place."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(
+                f"no space left at {where}", hint="free some space: forkd images, forkd rmi, forkd cleanup"
+            ) from error
+        raise
+
+
+def physical_bytes(path: Path) -> int:
+    """The space a file takes on its device."""
+    return path.stat().st_blocks * 512

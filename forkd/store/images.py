@@ -1,0 +1,75 @@
+"""Memory images a VMM can map: a base snapshot's own file, or a chain materialised once and cached."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import trio
+
+from forkd.store import deltas, files
+from forkd.store.snapshots import Stored
+
+RECENT_SECONDS = 60.0
+
+
+class ImageCache:
+    """Materialised images by content. Evicting one never harms a machine: a mapped file lives until it is unmapped."""
+
+    def __init__(self, root: Path, limit_bytes: int) -> None:
+        self.root = root
+        self._limit = limit_bytes
+        self._making: dict[str, trio.Lock] = {}
+
+    async def image(self, layers: list[Stored]) -> Path:
+        """One contiguous image of the chain ``layers`` (root first). Raises NoSpace, SnapshotBroken."""
+        if len(layers) == 1:
+            return layers[0].memory
+        path = self.root / f"{layers[-1].manifest.content.partition(':')[2]}.bin"
+        async with self._making.setdefault(path.name, trio.Lock()):
+            if not _touch(path):
+                await trio.to_thread.run_sync(self._make, layers, path)
+        return path
+
+    def forget(self, content: str) -> None:
+        """Drop the image of a removed snapshot."""
+        (self.root / f"{content.partition(':')[2]}.bin").unlink(missing_ok=True)
+
+    def leftovers(self) -> list[Path]:
+        """Half-made images of processes that are gone."""
+        if not self.root.is_dir():
+            return []
+        staged = [path for path in self.root.iterdir() if path.name.startswith(".")]
+        return [path for path in staged if not _is_alive(path.name.rpartition("-")[2])]
+
+    def _make(self, layers: list[Stored], path: Path) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._evict()
+        staged = self.root / f".{path.stem[:16]}-{os.getpid()}"
+        with files.disk_full_as_no_space(self.root):
+            try:
+                deltas.materialise(layers[0].memory, [layer.memory for layer in layers[1:]], staged)
+                staged.replace(path)
+            finally:
+                staged.unlink(missing_ok=True)
+
+    def _evict(self) -> None:
+        kept = sorted(self.root.glob("*.bin"), key=lambda path: path.stat().st_mtime, reverse=True)
+        total = 0
+        for path in kept:
+            total += files.physical_bytes(path)
+            if total > self._limit and time.time() - path.stat().st_mtime > RECENT_SECONDS:
+                path.unlink(missing_ok=True)
+
+
+def _touch(path: Path) -> bool:
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_alive(pid: str) -> bool:
+    return pid.isdigit() and os.path.exists(f"/proc/{pid}")

@@ -1,0 +1,91 @@
+"""QEMU's command line. Boot and restore must describe the same machine, so both come from one function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forkd.specs.engine import BootSpec, RestoreSpec
+from forkd.specs.models import Hardware
+
+MACHINE = "microvm"
+TCG_CPU = "qemu64,+arat,+rdrand"
+KVM_CPU = "host"
+CONSOLE_BYTES = 65536
+
+
+def boot_command(binary: str, accel: str, tsc_khz: int, spec: BootSpec, fds: Fds, console: Path) -> list[str]:
+    """Boot from the kernel; RAM is anonymous, the console goes to a file so that a failed boot can be explained."""
+    cmdline = " ".join(kernel_command_line(accel, tsc_khz, spec))
+    ram = f"memory-backend-memfd,id=ram,size={spec.hardware.mem_mib}M,share=off"
+    return [
+        *_machine(binary, accel, spec.hardware, spec.rootfs, fds),
+        *("-object", ram),
+        *("-chardev", f"file,id=console,path={_escape(str(console))}"),
+        *("-kernel", str(spec.kernel), "-initrd", str(spec.initrd), "-append", cmdline),
+    ]
+
+
+def restore_command(binary: str, accel: str, spec: RestoreSpec, fds: Fds, vmstate_fd: int) -> list[str]:
+    """Load device state from an inherited descriptor and run; the kernel is in RAM already."""
+    backend = f"memory-backend-file,id=ram,size={spec.memory.size},share=off,mem-path={_escape(spec.memory.path)}"
+    return [
+        *_machine(binary, accel, spec.hardware, spec.rootfs, fds),
+        *("-object", backend),
+        *("-chardev", f"ringbuf,id=console,size={CONSOLE_BYTES}"),
+        *("-incoming", f"fd:{vmstate_fd}"),
+    ]
+
+
+def kernel_command_line(accel: str, tsc_khz: int, spec: BootSpec) -> list[str]:
+    """What the guest kernel is told: a quiet, quick boot; no mitigations inside a single-tenant guest."""
+    words = [
+        "console=ttyS0",
+        "loglevel=4",
+        "panic=-1",
+        "reboot=t",
+        "random.trust_cpu=on",
+        "mitigations=off",
+        "audit=0",
+        "8250.nr_uarts=1",
+        f"forkd.sync={spec.agent_sync}",
+    ]
+    if accel == "tcg":
+        # Without these a guest under load hangs at boot, or ticks 250 times a second when idle.
+        words += ["tsc=reliable", "no_timer_check", f"tsc_early_khz={tsc_khz}"]
+    return words
+
+
+class Fds:
+    """Listening sockets handed to QEMU; each already has our connection waiting, so QEMU never waits for it."""
+
+    def __init__(self, qmp: int, agent: int) -> None:
+        self.qmp = qmp
+        self.agent = agent
+
+
+def _machine(binary: str, accel: str, hardware: Hardware, rootfs: Path | None, fds: Fds) -> list[str]:
+    command = [
+        binary,
+        *("-M", f"{MACHINE},memory-backend=ram,accel={accel},suppress-vmdesc=on,rtc=on,pic=on,pit=on"),
+        *("-cpu", TCG_CPU if accel == "tcg" else KVM_CPU),
+        *("-smp", str(hardware.vcpus), "-m", f"{hardware.mem_mib}M"),
+        *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+        *("-global", "migration.send-configuration=off"),
+        *("-chardev", f"socket,id=qmp,fd={fds.qmp},server=on,wait=on", "-mon", "chardev=qmp,mode=control"),
+        *("-chardev", f"socket,id=agent,fd={fds.agent},server=on,wait=on"),
+        *("-serial", "chardev:console"),
+        *("-device", "virtio-serial-device,max_ports=2"),
+        *("-device", "virtserialport,chardev=agent,name=forkd.agent,nr=1"),
+    ]
+    if rootfs is not None:
+        disk = f"driver=raw,node-name=root,read-only=on,file.driver=file,file.locking=off,file.filename={rootfs}"
+        command += ["-blockdev", _escape_blockdev(disk, rootfs), "-device", "virtio-blk-device,drive=root"]
+    return command
+
+
+def _escape(value: str) -> str:
+    return value.replace(",", ",,")
+
+
+def _escape_blockdev(option: str, path: Path) -> str:
+    return option.replace(str(path), _escape(str(path)))

@@ -1,0 +1,137 @@
+"""The QEMU engine: boot, restore and adopt machines."""
+
+from __future__ import annotations
+
+import os
+import platform as host_platform
+
+import trio
+
+from forkd.linux.process import ProcessHandle
+from forkd.plugins.engine_qemu import command, host
+from forkd.plugins.engine_qemu.command import Fds
+from forkd.plugins.engine_qemu.machine import AGENT_SOCKET, CONSOLE, QMP_SOCKET, Launch, QemuMachine, connect
+from forkd.plugins.engine_qemu.qmp import Qmp
+from forkd.specs.engine import GHOST, TEMPLATE, BootSpec, EngineContext, EngineInfo, RestoreSpec, Slot
+from forkd.specs.errors import MachineGone, SnapshotIncompatible
+from forkd.specs.models import Platform
+
+TSC_TOLERANCE = 0.01
+BOOT_RAM = "memory-backend-memfd"
+
+
+class QemuEngine:
+    """Runs machines on the host's own QEMU."""
+
+    name = "qemu"
+
+    def __init__(self, context: EngineContext) -> None:
+        self._cache_dir = context.cache_dir
+        self._accel = context.settings.get("accel", "auto")
+        self._info: EngineInfo | None = None
+        self._binary = ""
+
+    async def describe(self) -> EngineInfo:
+        """Version, accelerator and TSC rate; remembered."""
+        if self._info is None:
+            self._binary = host.find_qemu()
+            accel, why = host.pick_accelerator(self._accel)
+            facts = await trio.to_thread.run_sync(host.gather, self._binary, self._cache_dir)
+            platform = Platform(
+                engine=self.name,
+                engine_version=facts.version,
+                accelerator=accel,
+                machine=command.MACHINE,
+                cpu=command.TCG_CPU if accel == "tcg" else f"host:{_cpu_model()}",
+                arch=host_platform.machine(),
+                tsc_khz=facts.tsc_khz,
+            )
+            capabilities = {GHOST, TEMPLATE} if accel == "tcg" else {GHOST}
+            self._info = EngineInfo(platform, frozenset(capabilities), why)
+        return self._info
+
+    def check(self, platform: Platform, here: EngineInfo) -> None:
+        """Same engine, QEMU minor version, accelerator, machine, CPU and (within 1 %) TSC rate."""
+        ours = here.platform
+        for what, theirs, own in (
+            ("architecture", platform.arch, ours.arch),
+            ("accelerator", platform.accelerator, ours.accelerator),
+            ("machine type", platform.machine, ours.machine),
+            ("CPU", platform.cpu, ours.cpu),
+            ("QEMU version", _minor(platform.engine_version), _minor(ours.engine_version)),
+        ):
+            if theirs != own:
+                raise SnapshotIncompatible(
+                    f"the snapshot was made on {what} {theirs!r}, this host has {own!r}",
+                    hint="build the snapshot again on this host: forkd from-image",
+                )
+        if abs(platform.tsc_khz - ours.tsc_khz) > TSC_TOLERANCE * ours.tsc_khz:
+            raise SnapshotIncompatible(
+                f"the snapshot's guest counts on a {platform.tsc_khz} kHz TSC, this host's runs at {ours.tsc_khz} kHz",
+                hint="build the snapshot again on this host: forkd from-image",
+            )
+
+    async def boot(self, spec: BootSpec, slot: Slot) -> QemuMachine:
+        """Boot from the kernel."""
+        info = await self.describe()
+        accel, tsc = info.platform.accelerator, info.platform.tsc_khz
+        launch = Launch(slot)
+        try:
+            fds = Fds(*launch.prepare())
+            console = slot.directory / CONSOLE
+            launch.start(command.boot_command(self._binary, accel, tsc, spec, fds, console))
+            return await launch.handshake(BOOT_RAM)
+        except BaseException:
+            await launch.undo()
+            raise
+
+    async def restore(self, spec: RestoreSpec, slot: Slot) -> QemuMachine:
+        """Load device state over a private mapping of the image."""
+        info = await self.describe()
+        launch = Launch(slot)
+        vmstate = os.open(spec.vmstate, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fds = Fds(*launch.prepare())
+            line = command.restore_command(self._binary, info.platform.accelerator, spec, fds, vmstate)
+            launch.start(line, (vmstate,))
+            machine = await launch.handshake(spec.memory.path)
+            await launch.running(machine)
+            return machine
+        except BaseException:
+            await launch.undo()
+            raise
+        finally:
+            os.close(vmstate)
+
+    async def adopt(self, slot: Slot, pid: int, starttime: int) -> QemuMachine:
+        """Connect again to a QEMU that kept running."""
+        process = ProcessHandle.of_running(pid, starttime)
+        if process is None:
+            raise MachineGone(f"VMM {pid} of {slot.id} is gone")
+        try:
+            qmp = Qmp(await connect(slot.directory, QMP_SOCKET))
+            agent = await connect(slot.directory, AGENT_SOCKET)
+            await qmp.negotiate()
+        except OSError as error:
+            raise MachineGone(f"VMM {pid} of {slot.id} does not answer: {error}") from error
+        return QemuMachine(process, qmp, agent, slot, _ram_path(pid))
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _cpu_model() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as info:
+        for line in info:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def _ram_path(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline", "rb") as source:
+        for word in source.read().decode(errors="replace").split("\0"):
+            if word.startswith("memory-backend-file,"):
+                return word.partition("mem-path=")[2].replace(",,", ",")
+    return BOOT_RAM

@@ -1,0 +1,104 @@
+"""What QEMU and this host can do: version, accelerator truth, the TSC's rate. Remembered on disk while it holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forkd.linux.tsc import measure_tsc_khz
+from forkd.specs.errors import BadInput, ToolMissing
+from forkd.specs.hookspecs import Check
+
+BINARY = "qemu-system-x86_64"
+MINIMUM = (7, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """Facts that cost tens of milliseconds to find out, keyed by what would change them."""
+
+    key: str
+    version: str
+    tsc_khz: int
+
+
+def find_qemu() -> str:
+    """The QEMU binary's path; raises ToolMissing with the package to install."""
+    path = shutil.which(BINARY)
+    if path is None:
+        raise ToolMissing(f"{BINARY} is not on PATH", hint="install it: apt-get install qemu-system-x86")
+    return path
+
+
+def kvm_truth() -> tuple[bool, str]:
+    """Whether KVM can run an ordinary guest here, and why (not)."""
+    try:
+        os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return False, f"/dev/kvm cannot be opened ({error.strerror})"
+    flags = Path("/proc/cpuinfo").read_text(errors="replace")
+    if re.search(r"^flags\s*:.*\b(vmx|svm)\b", flags, re.MULTILINE):
+        return True, "/dev/kvm opens and the CPU has vmx or svm"
+    return False, "/dev/kvm opens, but the CPU shows neither vmx nor svm, so an ordinary guest would hang"
+
+
+def pick_accelerator(wanted: str) -> tuple[str, str]:
+    """``(accelerator, why)`` for the setting ``auto``, ``kvm`` or ``tcg``."""
+    if wanted == "auto":
+        works, why = kvm_truth()
+        return ("kvm" if works else "tcg"), why
+    if wanted in ("kvm", "tcg"):
+        return wanted, "the setting says so"
+    raise BadInput(f"accelerator {wanted!r} is not known", hint="use auto, kvm or tcg")
+
+
+def gather(binary: str, cache_dir: Path) -> HostFacts:
+    """Version and TSC rate, from the cache unless the binary or the boot changed."""
+    status = os.stat(binary)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    key = f"{binary}:{status.st_mtime_ns}:{status.st_size}:{boot}"
+    cache = cache_dir / "qemu.json"
+    try:
+        facts = HostFacts(**json.loads(cache.read_text()))
+        if facts.key == key:
+            return facts
+    except (OSError, ValueError, TypeError):
+        pass  # absent or of another shape: found out again below
+    facts = HostFacts(key, _version(binary), measure_tsc_khz())
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    staged = cache.with_suffix(f".{os.getpid()}")
+    staged.write_text(json.dumps(asdict(facts)))
+    staged.replace(cache)
+    return facts
+
+
+def _version(binary: str) -> str:
+    out = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"version (\d+\.\d+\.\d+)", out)
+    if match is None:
+        raise ToolMissing(f"{binary} --version says {out[:80]!r}, which is not understood")
+    version = match[1]
+    if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM:
+        raise ToolMissing(f"{binary} is version {version}", hint="QEMU 7.2 or newer is needed")
+    return version
+
+
+def doctor_checks() -> Iterable[Check]:
+    """Rows for ``forkd doctor``."""
+    if platform.machine() != "x86_64":
+        yield Check("platform", "FAIL", f"{platform.machine()} is not supported", "use an x86_64 host")
+    try:
+        path = find_qemu()
+        yield Check("qemu", "PASS", f"{path} {_version(path)}")
+    except ToolMissing as error:
+        yield Check("qemu", "FAIL", error.message, error.hint)
+    works, why = kvm_truth()
+    hint = None if works else "VMs run by software emulation (TCG): slower inside, forked just the same"
+    yield Check("kvm", "PASS" if works else "WARN", why, hint)

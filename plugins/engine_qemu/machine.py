@@ -1,0 +1,229 @@
+"""One QEMU process: started or adopted, controlled over QMP, ended for certain."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+from pathlib import Path
+
+import trio
+
+from forkd.linux.mapping import find_ram
+from forkd.linux.process import ProcessHandle
+from forkd.plugins.engine_qemu.qmp import Qmp, QmpClosed
+from forkd.specs.engine import RamRegion, Slot
+from forkd.specs.errors import EngineError, LaunchFailed, MachineGone
+
+QMP_SOCKET = "qmp.sock"
+AGENT_SOCKET = "agent.sock"
+LOG = "vmm.log"
+CONSOLE = "console.log"
+TAIL = 2000
+
+
+class QemuMachine:
+    """A running QEMU. Its working directory is its slot, by which ``forkd cleanup`` finds it if all else is lost."""
+
+    def __init__(self, process: ProcessHandle, qmp: Qmp, agent: trio.SocketStream, slot: Slot, ram: str) -> None:
+        self._process = process
+        self._qmp = qmp
+        self._agent = agent
+        self._slot = slot
+        self._ram = ram
+
+    @property
+    def pid(self) -> int:
+        """QEMU's process id."""
+        return self._process.pid
+
+    @property
+    def agent(self) -> trio.SocketStream:
+        """The host end of the guest's virtio-serial port."""
+        return self._agent
+
+    async def pause(self) -> None:
+        """Stop the virtual CPUs."""
+        await self._command("stop")
+
+    async def resume(self) -> None:
+        """Let them run."""
+        await self._command("cont")
+
+    async def save_devices(self, target: Path) -> None:
+        """Device state alone; the command is not Xen's only, whatever its name says (see decisions/0001)."""
+        await self._command("xen-save-devices-state", filename=str(target), live=False)
+
+    def ram(self) -> list[RamRegion]:
+        """Guest RAM is one private mapping; the kernel may show it in pieces."""
+        try:
+            return [RamRegion(*region) for region in find_ram(self.pid, self._ram)]
+        except OSError as error:
+            raise MachineGone(f"VMM {self.pid} has no RAM mapping to read: {error}") from error
+
+    async def wait(self) -> str:
+        """Wait for QEMU's end."""
+        status = await self._process.wait()
+        return f"QEMU {self.pid} {describe_exit(status)}{last_words(self._slot.directory)}"
+
+    async def kill(self) -> None:
+        """SIGKILL, then wait until the kernel says it is gone."""
+        with trio.CancelScope(shield=True):
+            self._process.kill()
+            await self._process.wait()
+            await self._qmp.aclose()
+            await self._agent.aclose()
+
+    async def _command(self, name: str, **arguments: object) -> None:
+        try:
+            await self._qmp.execute(name, **arguments)
+        except QmpClosed as error:
+            raise MachineGone(f"QEMU {self.pid} is gone{last_words(self._slot.directory)}") from error
+
+
+class Launch:
+    """Three named phases: ``prepare`` sockets, ``start`` the process, ``handshake`` over QMP; ``undo`` at any point."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.command: list[str] = []
+        self._process: ProcessHandle | None = None
+        self._listeners: list[socket.socket] = []
+        self._clients: list[socket.socket] = []
+
+    def prepare(self) -> tuple[int, int]:
+        """Make both listening sockets and connect to them at once: descriptors for QEMU's qmp and agent."""
+        for name in (QMP_SOCKET, AGENT_SOCKET):
+            listener, client = _listen_and_connect(self.slot.directory, name)
+            self._listeners.append(listener)
+            self._clients.append(client)
+        return self._listeners[0].fileno(), self._listeners[1].fileno()
+
+    def start(self, command: list[str], extra_fds: tuple[int, ...] = ()) -> None:
+        """Run QEMU in its slot, in a session of its own, dying with us where the slot says so."""
+        self.command = command
+        # PDEATHSIG belongs to the thread that forks, so the process is started here in the main thread, not in trio's
+        # worker threads, which come and go.
+        prefix = ["setpriv", "--pdeathsig", "KILL", "--"] if self.slot.die_with_owner else []
+        fds = (*(listener.fileno() for listener in self._listeners), *extra_fds)
+        try:
+            with open(self.slot.directory / LOG, "wb") as log:
+                child = subprocess.Popen(
+                    [*prefix, *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=fds,
+                    cwd=self.slot.directory,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LaunchFailed(f"QEMU could not be started: {error}\ncommand: {shlex.join(command)}") from error
+        self._process = ProcessHandle.of_child(child)
+        for listener in self._listeners:
+            listener.close()
+
+    async def handshake(self, ram: str) -> QemuMachine:
+        """Enter QMP's command mode: QEMU has made its machine. Raises LaunchFailed."""
+        assert self._process is not None
+        qmp_client, agent_client = self._clients
+        qmp = Qmp(trio.SocketStream(trio.socket.from_stdlib_socket(qmp_client)))
+        agent = trio.SocketStream(trio.socket.from_stdlib_socket(agent_client))
+        machine = QemuMachine(self._process, qmp, agent, self.slot, ram)
+        with self.explained():
+            await qmp.negotiate()
+        return machine
+
+    async def running(self, machine: QemuMachine) -> None:
+        """Wait until incoming state is loaded and the guest runs. Raises LaunchFailed."""
+        with self.explained():
+            await machine._qmp.event("RESUME")
+
+    def explained(self) -> _Explained:
+        """Turn the loss of the control socket into a LaunchFailed that tells the whole story."""
+        return _Explained(self)
+
+    async def undo(self) -> None:
+        """End the process, if there is one, and close what is open."""
+        with trio.CancelScope(shield=True):
+            if self._process is not None:
+                self._process.kill()
+                await self._process.wait()
+        for sock in (*self._listeners, *self._clients):
+            sock.close()
+
+    def failure(self, error: EngineError) -> LaunchFailed:
+        """The one error for a failed launch: exit code, command line, last words."""
+        status = self._process.poll() if self._process is not None else None
+        how = describe_exit(status) if status is not None else "gave up"
+        return LaunchFailed(
+            f"QEMU {how} at launch ({error.message}){last_words(self.slot.directory)}\ncommand: {shlex.join(self.command)}"
+        )
+
+
+class _Explained:
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EngineError) and not isinstance(error, LaunchFailed):
+            raise self._launch.failure(error) from error
+
+
+async def connect(directory: Path, name: str) -> trio.SocketStream:
+    """Connect to a socket QEMU listens on (used when a machine is adopted)."""
+    client = _connect(directory, name)
+    return trio.SocketStream(trio.socket.from_stdlib_socket(client))
+
+
+def last_words(directory: Path) -> str:
+    """The end of QEMU's own messages and of the guest's console, for an error's text."""
+    words = ""
+    for name, what in ((LOG, "QEMU said"), (CONSOLE, "console ended with")):
+        try:
+            text = (directory / name).read_bytes()[-TAIL:].decode(errors="replace").strip()
+        except OSError:
+            continue
+        if text:
+            words += f"\n{what}: {text}"
+    return words
+
+
+def describe_exit(status: int | None) -> str:
+    """How a process ended, in words; None means it was not our child to ask."""
+    if status is None:
+        return "ended"
+    return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
+
+
+def _listen_and_connect(directory: Path, name: str) -> tuple[socket.socket, socket.socket]:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Through /proc the address stays short however deep the slot is.
+        listener.bind(f"/proc/self/fd/{directory_fd}/{name}")
+        listener.listen(1)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.close(directory_fd)
+    return listener, _connect(directory, name)
+
+
+def _connect(directory: Path, name: str) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        client.setblocking(False)
+        client.connect(f"/proc/self/fd/{directory_fd}/{name}")
+    except OSError:
+        client.close()
+        raise
+    finally:
+        os.close(directory_fd)
+    return client

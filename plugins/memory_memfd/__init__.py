@@ -1,0 +1,84 @@
+"""Memory backend plugin: the image held in a sealed memfd, filled once and mapped privately by every child."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from forkd.linux.memfd import HugePagesUnavailable, create_sealed, huge_page_pool
+from forkd.specs.engine import MemoryImage
+from forkd.specs.errors import NoSpace
+from forkd.specs.hookspecs import Check, hookimpl
+from forkd.specs.memory import MemoryBackend, MemoryLease
+
+KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """The image file as it was, so that a changed file is never taken for the old one."""
+
+    inode: int
+    mtime_ns: int
+    size: int
+    hugepages: bool
+
+
+class MemfdBackend:
+    """Keeps the last few images; a machine that mapped one keeps it alive by itself."""
+
+    name = "memfd"
+
+    def __init__(self) -> None:
+        self._held: dict[_Key, tuple[int, MemoryLease]] = {}
+        self._lock: trio.Lock | None = None
+
+    async def lease(self, image: Path, size: int, *, hugepages: bool) -> MemoryLease:
+        """A descriptor of ours that VMMs open through /proc."""
+        if self._lock is None:
+            self._lock = trio.Lock()
+        status = image.stat()
+        key = _Key(status.st_ino, status.st_mtime_ns, size, hugepages)
+        async with self._lock:
+            if key not in self._held:
+                self._held[key] = await trio.to_thread.run_sync(self._fill, image, size, hugepages)
+                while len(self._held) > KEPT:
+                    os.close(self._held.pop(next(iter(self._held)))[0])
+            return self._held[key][1]
+
+    def _fill(self, image: Path, size: int, hugepages: bool) -> tuple[int, MemoryLease]:
+        warnings: tuple[str, ...] = ()
+        try:
+            descriptor = create_sealed("forkd-image", size, image, hugepages=hugepages)
+        except HugePagesUnavailable as error:
+            hugepages = False
+            warnings = (f"no huge pages: {error}; using 4 KiB pages",)
+            descriptor = create_sealed("forkd-image", size, image)
+        except OSError as error:
+            raise NoSpace(f"{size >> 20} MiB of memory for the image are not to be had: {error.strerror}") from error
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        return descriptor, MemoryLease(MemoryImage(path, size, hugepages), warnings)
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        while self._held:
+            os.close(self._held.popitem()[1][0])
+
+
+@hookimpl
+def forkd_register_memory_backends(register: Callable[[MemoryBackend], None]) -> None:
+    """Hand over the backend."""
+    register(MemfdBackend())
+
+
+@hookimpl
+def forkd_doctor_checks() -> Iterable[Check]:
+    """Are there huge pages?"""
+    pool = huge_page_pool()
+    if pool.available > 0:
+        return [Check("hugepages", "PASS", f"{pool.available} pages of 2 MiB free")]
+    return [Check("hugepages", "WARN", "no free 2 MiB pages", "reserve some: echo 512 > /proc/sys/vm/nr_hugepages")]

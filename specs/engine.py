@@ -1,0 +1,141 @@
+"""Engines: how a VMM process is started, controlled and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from forkd.specs.models import Hardware, Platform
+
+if TYPE_CHECKING:
+    import trio
+
+GHOST = "ghost"
+"""Capability: the machine's RAM is privately mapped in one process, so a fork of that process freezes it."""
+TEMPLATE = "template"
+"""Capability: a stopped machine can be cloned whole, device state and threads included."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What an engine factory is given: a directory for its own small caches, and its settings."""
+
+    cache_dir: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What this engine would run a new machine on, here and now."""
+
+    platform: Platform
+    capabilities: frozenset[str]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The host side of one child: a private directory, and whether the VMM must end with the process that owns it."""
+
+    id: str
+    directory: Path
+    die_with_owner: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BootSpec:
+    """A machine to boot from a kernel. ``agent_sync`` reaches the guest on its command line (formats/agent.md)."""
+
+    kernel: Path
+    initrd: Path
+    rootfs: Path
+    hardware: Hardware
+    agent_sync: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryImage:
+    """RAM contents a VMM maps privately: a path it can open (a file, or ``/proc/PID/fd/N`` of a memfd)."""
+
+    path: str
+    size: int
+    hugepages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreSpec:
+    """A machine to bring back from device state and a memory image, over a read-only disk."""
+
+    vmstate: Path
+    memory: MemoryImage
+    rootfs: Path | None
+    hardware: Hardware
+    platform: Platform
+
+
+@dataclass(frozen=True, slots=True)
+class RamRegion:
+    """Where a part of guest RAM is in the VMM process: address and length there, offset in the memory image."""
+
+    address: int
+    length: int
+    offset: int
+
+
+class Machine(Protocol):
+    """One VMM process. Whoever holds it must ``kill`` it; cancellation of any method leaves it killable."""
+
+    @property
+    def pid(self) -> int:
+        """The VMM's process id."""
+
+    @property
+    def agent(self) -> trio.abc.Stream:
+        """The agent channel, connected before the guest runs; closed by ``kill``."""
+
+    async def pause(self) -> None:
+        """Stop all virtual CPUs; returns when they stand still. Raises MachineGone or EngineError."""
+
+    async def resume(self) -> None:
+        """Let the guest run; harmless if it does. Raises MachineGone or EngineError."""
+
+    async def save_devices(self, target: Path) -> None:
+        """Write the paused machine's CPU and device state, without RAM, to the new file ``target``."""
+
+    def ram(self) -> list[RamRegion]:
+        """Where guest RAM is mapped in the process, ascending by offset. Raises MachineGone."""
+
+    async def wait(self) -> str:
+        """Return, once the VMM has ended for whatever reason, a sentence that says how, with its last words."""
+
+    async def kill(self) -> None:
+        """End the VMM and return when the process is gone for certain. Safe to call twice, and while cancelled."""
+
+
+class Engine(Protocol):
+    """A kind of VMM. One object per process, safe for concurrent use."""
+
+    name: str
+
+    async def describe(self) -> EngineInfo:
+        """Say what a new machine would run on. Cheap after the first call. Raises ToolMissing."""
+
+    def check(self, platform: Platform, here: EngineInfo) -> None:
+        """Raise SnapshotIncompatible, naming what differs, if device state made on ``platform`` cannot run here."""
+
+    async def boot(self, spec: BootSpec, slot: Slot) -> Machine:
+        """Start a machine from its kernel; returns when the VMM runs it (that the guest is ready is the agent's word).
+
+        Raises LaunchFailed with exit code, full command line and console tail. On cancellation nothing is left.
+        """
+
+    async def restore(self, spec: RestoreSpec, slot: Slot) -> Machine:
+        """Bring a machine back; returns with the guest running and nothing yet written to its agent channel.
+
+        Raises LaunchFailed as ``boot`` does. On cancellation nothing is left.
+        """
+
+    async def adopt(self, slot: Slot, pid: int, starttime: int) -> Machine:
+        """Take over a running VMM that an earlier process of ours started in ``slot``. Raises MachineGone."""

@@ -1,0 +1,152 @@
+"""Values seen on disk or on the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+SNAPSHOT_FORMAT = 1
+
+
+class Platform(msgspec.Struct, frozen=True, kw_only=True):
+    """What a snapshot's device state was made by, and so what it needs to run."""
+
+    engine: str
+    engine_version: str
+    accelerator: str
+    machine: str
+    cpu: str
+    arch: str
+    tsc_khz: int = 0
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True):
+    """The virtual machine's size."""
+
+    vcpus: int
+    mem_mib: int
+    network: bool = False
+
+
+class FileRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the store by content: ``digest`` is ``sha256:…`` (plain) or ``sparse256:…`` (formats/delta.md)."""
+
+    digest: str
+    size: int
+
+
+class MemoryRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot's memory: ``kind`` is ``image`` (memory.bin, all of RAM) or ``delta`` (memory.delta, changes)."""
+
+    kind: str
+    digest: str
+    size: int
+    changed_pages: int = 0
+
+
+class ParentRef(msgspec.Struct, frozen=True, kw_only=True):
+    """The snapshot a delta is against: its tag and its content id."""
+
+    tag: str
+    content: str
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """``snapshot.json``: written last, so a directory that has it is whole."""
+
+    format: int = SNAPSHOT_FORMAT
+    tag: str
+    content: str
+    created_at_unix: int
+    forkd_version: str
+    platform: Platform
+    hardware: Hardware
+    vmstate: FileRef
+    memory: MemoryRef
+    rootfs: FileRef | None
+    kernel: FileRef | None
+    agent_sync: str
+    parent: ParentRef | None = None
+    branched_from: str | None = None
+    image: str | None = None
+    pause_ms: float | None = None
+    capture_ms: float | None = None
+    labels: dict[str, str] = {}
+    source: dict[str, Any] | None = None
+
+
+class SnapshotInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A snapshot as the REST API shows it."""
+
+    tag: str
+    dir: str
+    created_at_unix: int
+    status: str
+    bootable: bool
+    branched_from: str | None = None
+    parent_tag: str | None = None
+    pause_ms: int | None = None
+    pause_exact_ms: float | None = None
+    capture_ms: float | None = None
+    changed_pages: int | None = None
+    diff_ms: int | None = None
+    diff_physical_bytes: int | None = None
+    diff_logical_bytes: int | None = None
+    mem_mib: int | None = None
+    vcpus: int | None = None
+    physical_bytes: int | None = None
+    engine: str | None = None
+    accelerator: str | None = None
+    image: str | None = None
+    warning: str | None = None
+    labels: dict[str, str] = {}
+
+
+class SandboxInfo(msgspec.Struct, kw_only=True):
+    """A running child as the REST API shows it."""
+
+    id: str
+    snapshot_tag: str
+    created_at_unix: int
+    netns: str | None = None
+    guest_addr: str = ""
+    pid: int | None = None
+    memory_limit_mib: int | None = None
+    has_branched: bool = False
+    last_branch_memory_path: str | None = None
+    branch_count: int = 0
+    status: str = "running"
+    hostname: str = ""
+    spawn_ms: float = 0.0
+    spawned_by: str = "restore"
+    memory_backend: str = "file"
+    warnings: list[str] = []
+
+
+class ExecResult(msgspec.Struct, kw_only=True):
+    """How a command in the guest ended.
+
+    ``reason`` is ``exited``, ``signaled``, ``timed_out`` or ``not_found``; ``exit_code`` is the command's own code, or
+    128 + signal, 124 and 127 (126 if it may not be executed) in the other cases, as shells do.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    reason: str = "exited"
+    signal: int | None = None
+    timed_out: bool = False
+    truncated: bool = False
+    error: str | None = None
+
+
+class EvalResult(msgspec.Struct, kw_only=True):
+    """What the warm interpreter answered: ``result`` is the last expression's repr, ``stdout`` what was printed."""
+
+    result: str | None
+    error: str | None
+    exit_code: int
+    stdout: str = ""
+    traceback: str | None = None
+    result_json: Any = None

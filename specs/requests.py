@@ -1,0 +1,93 @@
+"""Bodies of REST requests. Unknown fields are ignored, as clients of the reference expect."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CreateSnapshot(msgspec.Struct, kw_only=True):
+    """Boot a parent and capture it: from an ``image`` reference, or from ``rootfs`` (and ``kernel``) files."""
+
+    tag: str
+    image: str | None = None
+    extras: list[str] = []
+    size_mib: int = 1536
+    kernel: str | None = None
+    initrd: str | None = None
+    rootfs: str | None = None
+    rw: bool = False
+    tap: str | None = None
+    boot_wait_secs: float = 0
+    mem_size_mib: int = 512
+    vcpus: int = 1
+    warmup: list[str] = []
+    labels: dict[str, str] = {}
+
+
+class BuildRootfs(msgspec.Struct, kw_only=True):
+    """Build a disk; ``output`` additionally copies it to a file of the host."""
+
+    image: str
+    extras: list[str] = []
+    size_mib: int = 1536
+    output: str | None = None
+
+
+class CreateSandboxes(msgspec.Struct, kw_only=True):
+    """Fork ``n`` children from a snapshot."""
+
+    snapshot_tag: str
+    n: int = 1
+    per_child_netns: bool = False
+    memory_limit_mib: int | None = None
+    prewarm: bool = False
+    live_fork: bool = False
+    hugepages: bool = False
+
+
+class ExecRequest(msgspec.Struct, kw_only=True):
+    """Run a command. ``stdin`` is text given to it; without it the command reads from /dev/null."""
+
+    args: list[str]
+    timeout_secs: float = 30
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    user: str | None = None
+    stdin: str | None = None
+
+
+class EvalRequest(msgspec.Struct, kw_only=True):
+    """Evaluate code in the warm interpreter."""
+
+    code: str
+    timeout_secs: float = 30
+
+
+class Cleanup(msgspec.Struct, kw_only=True):
+    """Find what dead processes left; with ``remove`` also remove it."""
+
+    remove: bool = False
+
+
+class Setup(msgspec.Struct, kw_only=True):
+    """Fetch the guest kernel and make the initramfs."""
+
+    refresh: bool = False
+
+
+class BranchRequest(msgspec.Struct, kw_only=True):
+    """Capture a running sandbox. ``mode`` is full, diff or live; ``diff`` and ``live`` are older spellings of it."""
+
+    tag: str | None = None
+    mode: str | None = None
+    diff: bool = False
+    live: bool = False
+    measure_diff: bool = False
+    wait: bool = True
+    parent_tag: str | None = None
+
+
+class Compact(msgspec.Struct, kw_only=True):
+    """Flatten a chain into a new snapshot that stands alone."""
+
+    to: str
