@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +49,14 @@ async def make_ext4(tree: Path, out: Path, size_mib: int, *, label: str = "forkd
     needed = await trio.to_thread.run_sync(measure_tree, tree)
     if needed.mib > size_mib:
         raise _does_not_fit(needed, size_mib)
-    staged = out.with_name(f".{out.name}.{os.getpid()}.{id(needed):x}")
+    staged = out.with_name(f".{out.name}.{secrets.token_hex(6)}")
     try:
         _make_sparse(staged, size_mib << 20)
         await _mkfs(tree, staged, needed, size_mib, label)
         await trio.to_thread.run_sync(_publish, staged, out)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _no_space(out) from error
         raise HostNotReady(f"cannot write the disk image {out}: {error.strerror}") from error
     finally:
         staged.unlink(missing_ok=True)
@@ -98,7 +102,7 @@ async def _mkfs(tree: Path, image: Path, needed: TreeSize, size_mib: int, label:
         if "Could not allocate" in said or "No free space" in said:
             raise _does_not_fit(needed, size_mib) from error
         if "No space left" in said:
-            raise NoSpace(f"no space left for the disk image {image.name} in {image.parent}") from error
+            raise _no_space(image) from error
         if said.startswith("unshare:"):
             hint = "run forkd as root, or allow unprivileged user namespaces"
             raise HostNotReady(f"cannot make a disk image without root here: {said}", hint=hint) from error
@@ -112,6 +116,10 @@ def _does_not_fit(needed: TreeSize, size_mib: int) -> BuildFailed:
         hint=f"use --size-mib {ask}",
         needed_mib=needed.mib,
     )
+
+
+def _no_space(path: Path) -> NoSpace:
+    return NoSpace(f"no space left for a disk image in {path.parent}", path=str(path.parent))
 
 
 def _make_sparse(path: Path, size: int) -> None:

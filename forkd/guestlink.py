@@ -438,9 +438,7 @@ class GuestLink:
         answer = await self.request({"op": "stat", "path": path}, timeout=timeout)
         return _checked(answer.get("entry"), dict[str, Any])
 
-    async def mkdir(
-        self, path: str, *, mode: int = 0o755, parents: bool = False, timeout: float | None = None
-    ) -> None:
+    async def mkdir(self, path: str, *, mode: int = 0o755, parents: bool = False, timeout: float | None = None) -> None:
         await self.request({"op": "mkdir", "path": path, "mode": mode, "parents": parents}, timeout=timeout)
 
     async def remove(self, path: str, *, recursive: bool = False, timeout: float | None = None) -> None:

@@ -26,8 +26,8 @@ DEFAULT_PLUGINS = (
     "forkd.plugins.branch_full",
     "forkd.plugins.branch_diff",
     "forkd.plugins.branch_live",
-    # "forkd.plugins.rootfs_debian",
-    # "forkd.plugins.rootfs_dir",
+    "forkd.plugins.rootfs_debian",
+    "forkd.plugins.rootfs_dir",
 )
 
 

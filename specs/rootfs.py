@@ -13,7 +13,7 @@ Progress = Callable[[str, float | None], None]
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """What to build: ``reference`` without its scheme (``bookworm`` of ``debian:bookworm``), and packages to add."""
+    """What to build: the whole ``reference`` that a builder accepted (``debian:bookworm``), and packages to add."""
 
     reference: str
     extras: tuple[str, ...] = ()
@@ -34,15 +34,20 @@ class RootfsBuilder(Protocol):
     name: str
 
     def accepts(self, reference: str) -> bool:
-        """Whether this builder understands the whole reference (scheme included). Pure; called for every builder."""
+        """Whether the reference is this builder's to build, by its form alone. Pure, quick, never raises."""
 
     async def content_key(self, request: ImageRequest) -> str:
-        """A string that changes when the result would: the cache's key. Raises BuildFailed or ToolMissing."""
+        """A string that changes when the result would: the cache's key, with no time or chance in it.
+
+        Raises BadInput for a request that cannot be built, as ``build`` would; needs none of ``build``'s tools.
+        """
 
     async def build(self, request: ImageRequest, target: Path, progress: Progress) -> ImageConfig:
-        """Fill the existing empty directory ``target``.
+        """Fill the existing empty directory ``target`` with a whole root file system, devices left out.
 
-        Owns nothing else: the caller makes and removes ``target`` and turns it into a disk image. Raises BuildFailed
-        with the tool's own last lines, ToolMissing with the package to install, BadInput for a reference that cannot
-        exist. On cancellation, ends every process it started before it returns.
+        Owners, modes and links are as they shall be in the guest; a builder that is not root makes everything its own,
+        and the disk image then shows it as root's. Owns nothing but the contents of ``target``: the caller makes and
+        removes it, also after a failure, and turns it into a disk image. Raises BuildFailed with the tool's own last
+        lines, ToolMissing or HostNotReady with what to do, BadInput for a request that makes no sense. On
+        cancellation, ends every process it started before it returns.
         """

@@ -22,6 +22,10 @@ VERBS = {
     "ping": ("forkd.cli.ping", "Ask a sandbox's agent whether it is there."),
     "images": ("forkd.cli.images", "List local snapshots."),
     "rmi": ("forkd.cli.rmi", "Remove snapshots."),
+    "snapshot-diff": ("forkd.cli.snapshot_diff", "Run a command in a child; keep what it changed as a layer."),
+    "snapshot-info": ("forkd.cli.snapshot_info", "Lineage and sizes of a snapshot."),
+    "snapshot-compact": ("forkd.cli.snapshot_compact", "Flatten a chain of layers."),
+    "wp-bench": ("forkd.cli.wp_bench", "Measure userfaultfd write protection."),
     "where": ("forkd.cli.where", "Print the data directory."),
     "cleanup": ("forkd.cli.cleanup", "Find and remove what killed commands left behind."),
 }

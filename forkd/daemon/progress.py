@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import trio
 
 from forkd.daemon.wire import Emit
 from forkd.runtime import Progress
 
+T = TypeVar("T")
 
-@asynccontextmanager
-async def progress_to(emit: Emit) -> AsyncIterator[Progress]:
-    """A progress function whose calls reach the client as ``{"event": "progress", "step", "fraction"}``."""
+
+async def with_progress(emit: Emit, work: Callable[[Progress], Awaitable[T]]) -> T:
+    """Run ``work(progress)``; its words reach the client as ``{"event": "progress", "step", "fraction"}``."""
     latest: list[tuple[str, float | None]] = []
     news = trio.Event()
+    results: list[T] = []
+    errors: list[Exception] = []
 
     def progress(step: str, fraction: float | None) -> None:
-        nonlocal news
         if latest and latest[-1][0] == step:
             latest.pop()
         latest.append((step, fraction))
@@ -35,5 +37,11 @@ async def progress_to(emit: Emit) -> AsyncIterator[Progress]:
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(send)
-        yield progress
+        try:
+            results.append(await work(progress))
+        except Exception as error:  # raised below as it is, not as a group
+            errors.append(error)
         nursery.cancel_scope.cancel()
+    if errors:
+        raise errors[0]
+    return results[0]

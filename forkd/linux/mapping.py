@@ -114,18 +114,20 @@ def find_ram(pid: int, file: str | os.PathLike[str] | None, size: int | None = N
     """Where the process maps guest RAM privately, ascending by offset; pieces of one mapping are joined.
 
     ``file`` is what RAM maps: a path (of a file, or ``/proc/PID/fd/N`` of a memfd), which may have been deleted or
-    replaced since, or the bare name of a memfd. Without it RAM is looked for by ``size`` alone, as one private mapping
-    of exactly that many bytes. With ``size`` the regions must cover it, no more and no less. Raises OSError:
-    FileNotFoundError or ProcessLookupError if the process is gone or has no such mapping, ENOTUNIQ if it has several.
+    replaced since, or the bare name of a memfd. Without it, or if it leads nowhere any more, as the path of a memfd
+    whose owner has closed it, RAM is the one private mapping of exactly ``size`` bytes. With ``size`` the regions cover
+    that much, no more and no less. Raises OSError: FileNotFoundError or ProcessLookupError if the process is gone or
+    has no such mapping, ENOTUNIQ if it has several.
     """
-    if file is None and size is None:
-        raise ValueError("guest RAM can be found by its file, its size or both; neither is given")
     mappings = [mapping for mapping in read_maps(pid) if mapping.private]
     if file is not None:
         wanted = _maps_file(os.fspath(file))
         found = _join(sorted((mapping for mapping in mappings if wanted(mapping)), key=lambda mapping: mapping.offset))
-        _check_cover(found, pid, os.fspath(file), size)
-        return found
+        if found or size is None:
+            _check_cover(found, pid, os.fspath(file), size)
+            return found
+    if size is None:
+        raise ValueError("guest RAM can be found by its file, its size or both; neither is given")
     candidates = [region for region in _join_neighbours(mappings) if region.length == size]
     if not candidates:
         raise FileNotFoundError(errno.ENOENT, f"process {pid} has no private mapping of {size} bytes")
@@ -169,7 +171,7 @@ def _join(mappings: list[Mapping]) -> list[Region]:
 
 
 def _join_neighbours(mappings: list[Mapping]) -> list[Region]:
-    """Readable mappings, each group of adjacent pieces of one file, or of anonymous memory, as one."""
+    """Writable mappings, each group of adjacent pieces of one file, or of anonymous memory, as one."""
     groups: list[list[Mapping]] = []
     for mapping in mappings:
         if "rw" not in mapping.access or not (mapping.anonymous or mapping.inode):

@@ -285,7 +285,7 @@ class _Writer:
         memset.argtypes, memset.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
         for page in range(len(self._region) // PAGE - 1, -1, -_DIRTY_EVERY):
             # SAFETY: the page is inside the region, which stays mapped until this thread is joined. It must be a
-            # foreign call: a write that waits while it holds the interpreter's lock would keep the handler from running.
+            # foreign call: a write that waits and holds the interpreter's lock would keep the handler from running.
             memset(start + page * PAGE, _DIRT, PAGE)
             self._first.set()
 

@@ -14,14 +14,22 @@ FORBIDDEN = {
     "forkd.linux": ["forkd"],
     "forkd.hub": ["forkd"],
     "forkd.plugins": ["forkd"],
-    "forkd.store": ["forkd.ops", "forkd.hub", "forkd.plugins", "forkd.daemon", "forkd.sdk", "forkd.cli", "forkd.runtime"],
+    "forkd.store": [
+        "forkd.ops",
+        "forkd.hub",
+        "forkd.plugins",
+        "forkd.daemon",
+        "forkd.sdk",
+        "forkd.cli",
+        "forkd.runtime",
+    ],
     "forkd.slots": ["forkd.ops", "forkd.hub", "forkd.plugins", "forkd.daemon", "forkd.sdk", "forkd.cli"],
     "forkd.guestlink": ["forkd.ops", "forkd.hub", "forkd.plugins", "forkd.daemon", "forkd.sdk", "forkd.cli"],
     "forkd.ops": ["forkd.daemon", "forkd.cli", "forkd.sdk", "forkd.plugins"],
     "forkd.runtime": ["forkd.daemon", "forkd.cli", "forkd.sdk", "forkd.plugins"],
     "forkd.daemon": ["forkd.cli", "forkd.sdk", "forkd.plugins"],
     "forkd.sdk": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.cli"],
-    "forkd.cli": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.linux"],
+    "forkd.cli": ["forkd.ops", "forkd.store", "forkd.plugins"],
     "forkd.guest": ["forkd"],
 }
 # exceptions to a whole-"forkd" ban
@@ -35,7 +43,13 @@ SPECS_THIRD_PARTY = {"msgspec", "pluggy"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    for folder, prefix in (("forkd", ""), ("specs", "forkd."), ("plugins", "forkd."), ("hub", "forkd."), ("guest", "forkd.")):
+    for folder, prefix in (
+        ("forkd", ""),
+        ("specs", "forkd."),
+        ("plugins", "forkd."),
+        ("hub", "forkd."),
+        ("guest", "forkd."),
+    ):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             yield prefix + name, path
@@ -87,7 +101,9 @@ def test_specs_need_nothing_but_the_standard_library_msgspec_and_pluggy_at_run_t
     import sys
 
     code = "import forkd.specs.hookspecs, forkd.specs.requests, sys; print(*sorted({m.split('.')[0] for m in sys.modules}))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert not loaded & {"trio", "httpx", "click", "rich", "starlette"}
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from forkd import __version__
-from forkd.daemon.progress import progress_to
+from forkd.daemon.progress import with_progress
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, read_body, reply
 from forkd.ops.cleanup import cleanup
@@ -33,8 +33,7 @@ async def post_setup(request: Request) -> Response:
     await read_body(request, Setup)
 
     async def work(emit: Emit) -> Any:
-        async with progress_to(emit) as progress:
-            return await setup(runtime_of(request), progress)
+        return await with_progress(emit, lambda progress: setup(runtime_of(request), progress))
 
     return EventStream(work)
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forkd.daemon.progress import progress_to
+from forkd.daemon.progress import with_progress
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, query_flag, read_body, reply, wants_stream
 from forkd.linux import sparse
@@ -35,8 +35,8 @@ async def create(request: Request) -> Response:
         return reply(describe(runtime, await create_parent(runtime, body, lambda step, fraction: None)), 201)
 
     async def work(emit: Emit) -> Any:
-        async with progress_to(emit) as progress:
-            return describe(runtime, await create_parent(runtime, body, progress))
+        stored = await with_progress(emit, lambda progress: create_parent(runtime, body, progress))
+        return describe(runtime, stored)
 
     return EventStream(work)
 
@@ -70,12 +70,13 @@ async def rootfs(request: Request) -> Response:
     body = await read_body(request, BuildRootfs)
 
     async def work(emit: Emit) -> Any:
-        async with progress_to(emit) as progress:
-            disk = await build_rootfs(runtime, body.image, tuple(body.extras), body.size_mib, progress)
-            path = runtime.disks.find(disk.ref)
-            if body.output is not None:
-                await trio.to_thread.run_sync(sparse.clone_file, path, Path(body.output))
-            return {"path": body.output or str(path), "digest": disk.ref.digest, "size": disk.ref.size}
+        disk = await with_progress(
+            emit, lambda progress: build_rootfs(runtime, body.image, tuple(body.extras), body.size_mib, progress)
+        )
+        path = runtime.disks.find(disk.ref)
+        if body.output is not None:
+            await trio.to_thread.run_sync(sparse.clone_file, path, Path(body.output))
+        return {"path": body.output or str(path), "digest": disk.ref.digest, "size": disk.ref.size}
 
     return EventStream(work)
 

@@ -1,0 +1,105 @@
+"""What every test may use: a data directory with a warmed parent, the CLI, a controller over the in-process app."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from forkd.sdk.async_controller import AsyncController
+
+ROOT = Path(__file__).parents[1]
+PARENT = "python-numpy"
+Forkd = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def run_forkd(
+    data_dir: Path, *args: str, env: dict[str, str] | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run the CLI from source on ``data_dir``."""
+    return subprocess.run(
+        [sys.executable, "-m", "forkd", *args],
+        env={**os.environ, "FORKD_DATA_DIR": str(data_dir), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        errors="replace",
+    )
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """A data directory, kept between runs, with the parent ``python-numpy`` in it."""
+    path = ROOT / ".work" / "test-data"
+    done = run_forkd(path, "quickstart", "-n", "1", "--json", timeout=900)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert json.loads(done.stdout)["ok"]
+    return path
+
+
+@pytest.fixture
+def forkd(data_dir: Path) -> Forkd:
+    """The CLI on the shared data directory."""
+    return lambda *args, **options: run_forkd(data_dir, *args, **options)
+
+
+@pytest.fixture
+async def controller(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncController]:
+    """A controller over the app hosted in the test's own loop; its sandboxes end with the test."""
+    from forkd.sdk.inprocess import hosted_app
+
+    monkeypatch.setenv("FORKD_DATA_DIR", str(data_dir))
+    async with hosted_app() as transport:
+        client = httpx.AsyncClient(transport=transport, base_url="http://forkd", timeout=None)
+        async with AsyncController(client) as made:
+            yield made
+
+
+@pytest.fixture
+async def fresh_tag(controller: AsyncController) -> AsyncIterator[Callable[[str], str]]:
+    """Tags of this test's own; the snapshots they name are removed after it."""
+    import secrets
+
+    given: list[str] = []
+
+    def make(name: str) -> str:
+        given.append(f"t-{name}-{secrets.token_hex(3)}")
+        return given[-1]
+
+    yield make
+    for row in await controller.list_snapshots():
+        if row["tag"] in given:
+            await controller.delete_snapshot(row["tag"], force=True)
+
+
+@pytest.fixture
+def machines(data_dir: Path) -> Callable[[], list[int]]:
+    """Pids of VMMs that run below the shared data directory."""
+
+    def find() -> list[int]:
+        found = []
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit():
+                try:
+                    if os.readlink(f"{entry.path}/cwd").startswith(str(data_dir / "run")):
+                        found.append(int(entry.name))
+                except OSError:
+                    continue
+        return found
+
+    return find
+
+
+def result_of(answer: dict[str, Any]) -> Any:
+    """The Python value an eval gave."""
+    import ast
+
+    assert answer["error"] is None, answer
+    return ast.literal_eval(answer["result"])
