@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -166,19 +166,17 @@ class AsyncController:
             if not response.is_success:
                 await response.aread()
                 raise _error(response)
-            async for event in _lines(response):
-                if event["event"] == "result":
-                    return event["result"]
-                if event["event"] == "error":
-                    raise ControllerError(event["status"], event, str(response.url))
-                on_event(event)
-        raise ControllerError(502, {"error": "the answer ended early", "code": "transfer_error"}, path)
-
-
-async def _lines(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line:
-            yield json.loads(line)
+            last: dict[str, Any] = {}
+            async for line in response.aiter_lines():
+                event = json.loads(line)
+                if event["event"] in ("result", "error"):
+                    last = event  # nothing follows, but the stream is read to its end
+                else:
+                    on_event(event)
+        if "result" in last:
+            return last["result"]
+        last = last or {"status": 502, "error": "the answer ended early", "code": "transfer_error"}
+        raise ControllerError(last["status"], last, path)
 
 
 def _quote(part: str) -> str:

@@ -93,4 +93,3 @@ class Qmp:
         del self._buffer[: end + 1]
         message: dict[str, Any] = json.loads(line)
         return message
-

@@ -33,7 +33,10 @@ def command(manifest: dict, memory: str, rootfs: str, qmp: int, agent: int, vmst
         *("-chardev", "ringbuf,id=console,size=65536", "-serial", "chardev:console"),
         *("-device", "virtio-serial-device,max_ports=2"),
         *("-device", "virtserialport,chardev=agent,name=forkd.agent,nr=1"),
-        *("-blockdev", f"driver=raw,node-name=root,read-only=on,file.driver=file,file.locking=off,file.filename={rootfs}"),
+        *(
+            "-blockdev",
+            f"driver=raw,node-name=root,read-only=on,file.driver=file,file.locking=off,file.filename={rootfs}",
+        ),
         *("-device", "virtio-blk-device,drive=root"),
         *("-object", f"memory-backend-file,id=ram,size={hardware['mem_mib']}M,share=off,mem-path={memory}"),
         *("-incoming", f"fd:{vmstate}"),

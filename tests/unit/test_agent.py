@@ -792,9 +792,7 @@ async def test_frames_against_the_rules_end_the_session_and_nothing_else(agent: 
     parts=st.lists(
         st.one_of(
             st.binary(max_size=60),
-            st.builds(
-                encode_frame, st.sampled_from(list(FrameType)), st.integers(0, 4), st.binary(max_size=40)
-            ),
+            st.builds(encode_frame, st.sampled_from(list(FrameType)), st.integers(0, 4), st.binary(max_size=40)),
             st.builds(encode_credit, st.integers(0, 4), st.integers(0, 2**32 - 1)),
             st.builds(
                 lambda stream, op, extra: encode_frame(FrameType.REQUEST, stream, encode_object({**extra, "op": op})),

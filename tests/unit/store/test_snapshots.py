@@ -1,0 +1,155 @@
+"""The snapshot store: what is listed is whole, whoever dies when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forkd.specs.errors import BadTag, ChainBroken, SnapshotBroken, SnapshotNotFound, TagTaken
+from forkd.specs.models import FileRef, Hardware, MemoryRef, ParentRef, Platform, Snapshot
+from forkd.specs.tags import check_tag
+from forkd.store.chain import resolve
+from forkd.store.snapshots import Broken, SnapshotStore, Stored, content_id, decode
+
+
+def manifest(tag: str, parent: Snapshot | None = None) -> Snapshot:
+    made = Snapshot(
+        tag=tag,
+        content="",
+        created_at_unix=1,
+        forkd_version="0",
+        platform=Platform(
+            engine="qemu", engine_version="7.2.0", accelerator="tcg", machine="m", cpu="c", arch="x86_64"
+        ),
+        hardware=Hardware(vcpus=1, mem_mib=64),
+        vmstate=FileRef(digest=f"sha256:{tag}", size=3),
+        memory=MemoryRef(kind="delta" if parent else "image", digest="sparse256:00", size=4),
+        rootfs=None,
+        kernel=None,
+        agent_sync="00" * 16,
+        parent=ParentRef(tag=parent.tag, content=parent.content) if parent else None,
+    )
+    return msgspec.structs.replace(made, content=content_id(made))
+
+
+def put(store: SnapshotStore, made: Snapshot) -> Stored:
+    stage = store.stage(made.tag)
+    (stage.directory / "vmstate").write_bytes(b"abc")
+    (stage.directory / ("memory.delta" if made.parent else "memory.bin")).write_bytes(b"page")
+    return stage.commit(made)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SnapshotStore:
+    return SnapshotStore(tmp_path / "snapshots")
+
+
+def test_a_committed_snapshot_is_listed_and_loads(store: SnapshotStore) -> None:
+    put(store, manifest("a"))
+    assert [entry.manifest.tag for entry in store.entries() if isinstance(entry, Stored)] == ["a"]
+    assert store.load("a").manifest == manifest("a")
+    assert sorted(path.name for path in store.path("a").iterdir()) == ["memory.bin", "snapshot.json", "vmstate"]
+
+
+def test_a_stage_is_never_listed_and_leaves_nothing_when_abandoned(store: SnapshotStore) -> None:
+    stage = store.stage("a")
+    (stage.directory / "memory.bin").write_bytes(b"half")
+    assert store.entries() == []
+    stage.abandon()
+    assert [path.name for path in store.root.iterdir()] == [".lock"]
+
+
+def test_a_tag_is_taken_while_it_is_being_made_and_after(store: SnapshotStore) -> None:
+    stage = store.stage("a")
+    with pytest.raises(TagTaken):
+        store.stage("a")
+    stage.abandon()
+    put(store, manifest("a"))
+    with pytest.raises(TagTaken):
+        store.stage("a")
+
+
+def test_a_dead_makers_stage_is_a_leftover_and_does_not_block_the_tag(store: SnapshotStore) -> None:
+    stage = store.stage("a")
+    (stage.directory / "memory.bin").write_bytes(b"half")
+    assert store.leftovers() == []
+    stage._lock.release()  # what the kernel does when the maker dies
+    assert [path.name for path in store.leftovers()] == [".stage-a"]
+    put(store, manifest("a"))
+    assert store.leftovers() == []
+
+
+def test_missing_broken_and_foreign_manifests_are_told_apart(store: SnapshotStore) -> None:
+    with pytest.raises(SnapshotNotFound):
+        store.load("a")
+    put(store, manifest("a"))
+    path = store.path("a") / "snapshot.json"
+    good = path.read_bytes()
+    for bad in (
+        b"{",
+        b"{}",
+        good.replace(b'"format": 1', b'"format": 9'),
+        good.replace(b'"mem_mib": 64', b'"mem_mib": 65'),
+    ):
+        path.write_bytes(bad)
+        with pytest.raises(SnapshotBroken):
+            store.load("a")
+    path.write_bytes(good)
+    (store.path("a") / "memory.bin").write_bytes(b"short of it")
+    entry = store.entries()[0]
+    assert isinstance(entry, Broken)
+    assert "memory.bin" in entry.reason
+
+
+def test_removing_makes_it_gone(store: SnapshotStore) -> None:
+    put(store, manifest("a"))
+    store.remove("a")
+    assert store.entries() == []
+    with pytest.raises(SnapshotNotFound):
+        store.remove("a")
+
+
+def test_chains_resolve_root_first_and_name_what_is_wrong(store: SnapshotStore) -> None:
+    root = manifest("root")
+    middle = manifest("middle", root)
+    head = manifest("head", middle)
+    for made in (root, middle, head):
+        put(store, made)
+    assert [layer.manifest.tag for layer in resolve(store, "head")] == ["root", "middle", "head"]
+    assert store.dependents("root") == ["middle"]
+    store.remove("middle")
+    with pytest.raises(ChainBroken, match="middle"):
+        resolve(store, "head")
+    put(store, msgspec.structs.replace(manifest("middle"), content=content_id(manifest("middle"))))
+    with pytest.raises(ChainBroken, match="middle"):
+        resolve(store, "head")
+
+
+def test_a_circle_is_refused(store: SnapshotStore) -> None:
+    one = manifest("one")
+    two = manifest("two", one)
+    put(store, two)
+    put(store, msgspec.structs.replace(manifest("one", two), content=manifest("one", two).content))
+    with pytest.raises(ChainBroken):
+        resolve(store, "two")
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_make_decoding_a_manifest_fail_in_any_other_way(data: bytes) -> None:
+    with pytest.raises(SnapshotBroken):
+        decode("a", data)
+
+
+@given(st.text(max_size=80))
+def test_a_tag_that_passes_is_one_safe_path_component(tag: str) -> None:
+    try:
+        check_tag(tag)
+    except BadTag:
+        return
+    assert tag == Path(tag).name
+    assert not tag.startswith((".", "-"))
+    assert len(tag) <= 64
