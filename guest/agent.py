@@ -1225,7 +1225,7 @@ class Worker:
             message = None
         if not isinstance(message, dict):
             if not self.ready:
-                self.problem = "%s said %r in place of {\"ready\": true}" % (self.argv[0], bytes(line[:200]))
+                self.problem = '%s said %r in place of {"ready": true}' % (self.argv[0], bytes(line[:200]))
             return
         if not self.ready:
             self.ready = message.get("ready") is True

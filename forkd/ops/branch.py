@@ -57,7 +57,8 @@ async def _source(runtime: Runtime, sandbox: Sandbox, mode: BranchMode, request:
         raise BadInput(f"sandbox {sandbox.id} was not forked from a snapshot")
     if request.parent_tag is not None and (request.parent_tag != source.manifest.tag or mode.name == "full"):
         raise BadInput(
-            f"parent_tag {request.parent_tag!r} must be {source.manifest.tag!r}, the source's snapshot, with mode diff or live"
+            f"parent_tag is {request.parent_tag!r}, but the source was forked from {source.manifest.tag!r}",
+            hint="give that tag with mode diff or live, or none",
         )
     info = await runtime.engine(source.manifest.platform.engine).describe()
     if missing := mode.needs - info.capabilities:

@@ -9,7 +9,7 @@ MAX_DEPTH = 32
 
 
 def resolve(store: SnapshotStore, tag: str) -> list[Stored]:
-    """The layers of ``tag`` from root to head. Raises ChainBroken naming the link that is missing, altered or cyclic."""
+    """The layers of ``tag``, root first. Raises ChainBroken naming the link that is missing, altered or cyclic."""
     layers = [store.load(tag)]
     seen = {tag}
     while (parent := layers[0].manifest.parent) is not None:

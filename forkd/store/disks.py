@@ -61,7 +61,7 @@ class DiskStore:
         return disk
 
     async def build(self, key: str, make: Callable[[Path, Path], Awaitable[Disk]]) -> Disk:
-        """Let ``make(work, out)`` write a disk to ``out`` using the scratch directory ``work``; keep it under ``key``."""
+        """Let ``make(work, out)`` write a disk to ``out``, ``work`` being scratch space; keep it under ``key``."""
         self.root.mkdir(parents=True, exist_ok=True)
         work = self.root / f".stage-{os.getpid()}-{hashlib.sha256(os.urandom(16)).hexdigest()[:8]}"
         with files.disk_full_as_no_space(self.root):
@@ -82,19 +82,13 @@ class DiskStore:
 
     async def add(self, source: Path) -> FileRef:
         """Take in a disk image somebody else made. Raises BadInput if it cannot be read."""
-        try:
-            size = source.stat().st_size
-            with open(source, "rb") as probe:
-                probe.read(1)
-        except OSError as error:
-            raise BadInput(f"rootfs {source} cannot be read: {error.strerror}") from error
+        status = _readable(source)
 
         async def copy(work: Path, out: Path) -> Disk:
             await trio.to_thread.run_sync(sparse.clone_file, source, out)
             digest = await trio.to_thread.run_sync(sparse256_file, out)
-            return Disk(ref=FileRef(digest=digest, size=size), image=str(source))
+            return Disk(ref=FileRef(digest=digest, size=status.st_size), image=str(source))
 
-        status = source.stat()
         key = f"file:{source.absolute()}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
         disk = self.built(key) or await self.build(key, copy)
         return disk.ref
@@ -108,3 +102,12 @@ class DiskStore:
 
     def _pointer(self, key: str) -> Path:
         return self.root / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _readable(source: Path) -> os.stat_result:
+    try:
+        with open(source, "rb") as probe:
+            probe.read(1)
+            return os.fstat(probe.fileno())
+    except OSError as error:
+        raise BadInput(f"rootfs {source} cannot be read: {error.strerror}") from error

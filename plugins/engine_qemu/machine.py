@@ -21,6 +21,7 @@ AGENT_SOCKET = "agent.sock"
 LOG = "vmm.log"
 CONSOLE = "console.log"
 TAIL = 2000
+NOTICE = "info: QEMU waiting for connection"
 
 
 class QemuMachine:
@@ -157,9 +158,8 @@ class Launch:
         """The one error for a failed launch: exit code, command line, last words."""
         status = self._process.poll() if self._process is not None else None
         how = describe_exit(status) if status is not None else "gave up"
-        return LaunchFailed(
-            f"QEMU {how} at launch ({error.message}){last_words(self.slot.directory)}\ncommand: {shlex.join(self.command)}"
-        )
+        words = last_words(self.slot.directory)
+        return LaunchFailed(f"QEMU {how} at launch ({error.message}){words}\ncommand: {shlex.join(self.command)}")
 
 
 class _Explained:
@@ -185,11 +185,12 @@ def last_words(directory: Path) -> str:
     words = ""
     for name, what in ((LOG, "QEMU said"), (CONSOLE, "console ended with")):
         try:
-            text = (directory / name).read_bytes()[-TAIL:].decode(errors="replace").strip()
+            text = (directory / name).read_bytes()[-TAIL:].decode(errors="replace")
         except OSError:
             continue
-        if text:
-            words += f"\n{what}: {text}"
+        lines = [line for line in text.splitlines() if line.strip() and NOTICE not in line]
+        if lines:
+            words += f"\n{what}: " + "\n  ".join(lines)
     return words
 
 

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-_POCKETS = ("", "-updates", "-security")
 _ROLLING = ("sid", "unstable", "experimental")
 _SUITE = re.compile(r"(?P<base>[a-z]+)(?P<pocket>-updates|-security|/updates|)")
-_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +29,15 @@ def sources_for(suite: str, host: Iterable[Source]) -> list[Source]:
     """The sources to build ``suite`` from: the host's for that suite, else its other Debian ones with the suite put in.
 
     Third-party sources of the host are left out: only those whose suite is a release, its updates or its security
-    pocket count. A host with none of them (not a Debian) gets Debian's own mirror.
+    pocket count. Empty where the host has none of them (it is not a Debian).
     """
-    debian = [source for source in host if (found := _SUITE.fullmatch(source.suite)) and "main" in source.components]
+    debian = [source for source in host if _SUITE.fullmatch(source.suite) and "main" in source.components]
     same = [source for source in debian if _base(source) == suite]
-    if same:
+    if same or not debian:
         return same
-    bases = [_base(source) for source in debian if _pocket(source)]
-    bent = [_with_suite(source, suite) for source in debian if bases and _base(source) == bases[0]]
-    chosen = bent or list(_debian_mirror(suite))
-    if suite in _ROLLING:
-        chosen = [source for source in chosen if not _pocket(source)]
-    return chosen
+    base = _base(debian[0])
+    bent = [replace(source, suite=suite + _pocket(source)) for source in debian if _base(source) == base]
+    return [source for source in bent if suite not in _ROLLING or source.suite == suite]
 
 
 def read_host_sources(apt: Path = Path("/etc/apt")) -> list[Source]:
@@ -90,3 +85,18 @@ def parse_deb822(text: str) -> Iterator[Source]:
         for uri in fields.get("uris", "").split():
             for suite in fields.get("suites", "").split():
                 yield Source(uri, suite, tuple(fields.get("components", "").split()), options)
+
+
+def _base(source: Source) -> str:
+    match = _SUITE.fullmatch(source.suite)
+    assert match is not None
+    return match["base"]
+
+
+def _pocket(source: Source) -> str:
+    return source.suite.removeprefix(_base(source))
+
+
+def _option(word: str) -> tuple[str, str]:
+    name, _, value = word.partition("=")
+    return name, value

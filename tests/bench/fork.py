@@ -1,4 +1,4 @@
-"""`make bench`: time to N answers, product and raw floor in one run, with cold boot, idle CPU and private memory; JSON."""
+"""`make bench`: time to N answers, product and raw floor in one run; cold boot, idle CPU and private memory; JSON."""
 
 from __future__ import annotations
 

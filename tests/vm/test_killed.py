@@ -1,4 +1,4 @@
-"""SIGKILL of the CLI at random moments: never a half snapshot, never a machine that outlives it, nothing after cleanup."""
+"""SIGKILL of the CLI at random moments: no half snapshot, no machine that outlives it, nothing left after cleanup."""
 
 from __future__ import annotations
 
