@@ -1357,6 +1357,9 @@ class Agent:
         if data:
             try:
                 self.feed(data)
+            except Exception as error:  # whatever it was, the agent must hear the next token
+                log(refusal_of(error).get("traceback", repr(error)))
+                self.end_session()
             finally:
                 # Edge-triggered, so that a port without a host does not wake us for ever; this asks for the next edge.
                 self.loop.epoll.modify(self.fd, select.EPOLLIN | select.EPOLLET)

@@ -631,7 +631,7 @@ async def test_what_is_wrong_with_a_path_has_its_own_code(link: GuestLink, tmp_p
 
 
 async def test_a_full_disk_is_said(link: GuestLink) -> None:
-    result = await link.run(["sh", "-c", "echo x >/dev/full"])
+    result = await link.run(["dd", "if=/dev/zero", "of=/dev/full", "count=1"])
     assert os.strerror(errno.ENOSPC) in result.stderr
     with pytest.raises(GuestFileNotFound):
         await link.write_file("/nowhere/at/all", b"")
