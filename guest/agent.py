@@ -1353,7 +1353,10 @@ class Agent:
             self.flush()
 
     def port_ready(self, _events):
-        data = os.read(self.fd, CHUNK)
+        try:
+            data = os.read(self.fd, CHUNK)
+        except ConnectionResetError:  # a socket whose host left something unread
+            data = b""
         if data:
             try:
                 self.feed(data)

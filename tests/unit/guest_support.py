@@ -63,6 +63,7 @@ def running_agent(
     try:
         with host:
             yield AgentProcess(process, host, sync)
+            host.shutdown(socket.SHUT_RDWR)  # whatever descriptors of it sessions may still have
         assert process.wait(10) == 0
     finally:
         process.kill()
