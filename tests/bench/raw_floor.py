@@ -48,6 +48,14 @@ def frame(stream: int, message: dict) -> bytes:
     return struct.pack(">IBI", len(body), 1, stream) + body
 
 
+def received(source: socket.socket) -> bytes:
+    source.settimeout(60)
+    chunk = source.recv(65536)
+    if not chunk:
+        raise RuntimeError("the machine went away")
+    return chunk
+
+
 def child(snapshot: str, manifest: dict, rootfs: str, expression: str, limit: threading.Semaphore) -> tuple[int, str]:
     with limit:
         qmp_ours, qmp_theirs = socket.socketpair()
@@ -59,15 +67,17 @@ def child(snapshot: str, manifest: dict, rootfs: str, expression: str, limit: th
         for theirs in (qmp_theirs, agent_theirs):
             theirs.close()
         os.close(vmstate)
+        # A guest that does not run yet may lose the wake-up for bytes sent to it: wait for QEMU's RESUME event.
+        qmp_ours.sendall(b'{"execute": "qmp_capabilities"}\n')
+        heard = b""
+        while b'"RESUME"' not in heard:
+            heard += received(qmp_ours)
         resume = {"op": "resume", "time_ns": time.time_ns(), "entropy": secrets.token_hex(64)}
         sync = bytes.fromhex(manifest["agent_sync"]) + secrets.token_bytes(16)
         agent_ours.sendall(sync + frame(1, resume) + frame(2, {"op": "eval", "code": expression}))
         got = b""
         while b'"result"' not in got:
-            chunk = agent_ours.recv(65536)
-            if not chunk:
-                raise RuntimeError("the guest went away")
-            got += chunk
+            got += received(agent_ours)
         return process.pid, got.decode(errors="replace")
 
 
