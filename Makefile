@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test setup deps lint unit vm bench clean
+.PHONY: demo test test-slow setup deps lint unit vm bench clean
 
 demo: setup
 	$(BIN)/forkd quickstart -n 10
@@ -32,7 +32,10 @@ unit: setup
 	$(BIN)/python -m pytest -q tests/unit tests/meta
 
 vm: setup
-	$(BIN)/python -m pytest -q tests/vm tests/contract
+	$(BIN)/python -m pytest -q tests/vm
+
+test-slow: setup  ## minutes each: soaks, thousands of clones
+	$(BIN)/python -m pytest -q -m slow
 
 bench: setup
 	$(BIN)/python tests/bench/fork.py
