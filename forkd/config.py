@@ -25,6 +25,13 @@ class Settings:
     start_limit: int = 8
     boot_timeout: float = 120.0
     image_cache_bytes: int = 8 << 30
+    plugins: Path | None = None
+    disabled_plugins: tuple[str, ...] = ()
+
+    @property
+    def plugin_dir(self) -> Path:
+        """Foreign plugins, a file or a package each; nobody else may be able to write there."""
+        return self.plugins or self.data_dir / "plugins"
 
     @property
     def snapshots_dir(self) -> Path:
@@ -61,6 +68,10 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: object)
     for key, name in (("engine", "FORKD_ENGINE"), ("accel", "FORKD_ACCEL")):
         if value := env.get(name):
             values[key] = value
+    if plugins := env.get("FORKD_PLUGIN_DIR"):
+        values["plugins"] = Path(plugins).absolute()
+    if disabled := env.get("FORKD_DISABLE_PLUGINS"):
+        values["disabled_plugins"] = tuple(name.strip() for name in disabled.split(",") if name.strip())
     values.update({key: value for key, value in overrides.items() if value is not None})
     return Settings(**values)  # type: ignore[arg-type]
 

@@ -82,7 +82,7 @@ async def open_runtime(
     settings: Settings, *, plugins: Plugins | None = None, owner: str | None = None, die_with_owner: bool = True
 ) -> AsyncIterator[Runtime]:
     """A Runtime whose sandboxes end with it."""
-    loaded = plugins or load_plugins()
+    loaded = plugins or load_plugins(settings)
     slots = SlotOwner(settings.run_dir, owner, die_with_owner=die_with_owner)
     try:
         async with trio.open_nursery() as nursery:

@@ -150,3 +150,21 @@ class EvalResult(msgspec.Struct, kw_only=True):
     stdout: str = ""
     traceback: str | None = None
     result_json: Any = None
+
+
+class PluginInfo(msgspec.Struct, kw_only=True):
+    """What became of a plugin.
+
+    ``source`` is ``bundled``, ``entry point`` or ``directory``; ``status`` is ``loaded``, ``disabled`` or ``failed``,
+    and then ``error`` says why.
+    """
+
+    name: str
+    source: str
+    origin: str
+    version: str | None = None
+    about: str = ""
+    status: str = "failed"
+    error: str | None = None
+    hooks: list[str] = []
+    provides: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 
@@ -27,6 +28,7 @@ VERBS = {
     "snapshot-compact": ("forkd.cli.snapshot_compact", "Flatten a chain of layers."),
     "wp-bench": ("forkd.cli.wp_bench", "Measure userfaultfd write protection."),
     "where": ("forkd.cli.where", "Print the data directory."),
+    "plugin": ("forkd.cli.plugin", "List plugins; check one; start a new one."),
     "cleanup": ("forkd.cli.cleanup", "Find and remove what killed commands left behind."),
 }
 
@@ -35,20 +37,37 @@ class LazyGroup(click.Group):
     """A group whose verbs are imported when they are run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs, in the order a newcomer meets them."""
-        return list(VERBS)
+        """The verbs, in the order a newcomer meets them, then those of foreign plugins."""
+        return [*VERBS, *foreign_verbs()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one verb."""
-        if cmd_name not in VERBS:
-            return None
-        command: click.Command = importlib.import_module(VERBS[cmd_name][0]).command
-        return command
+        if cmd_name in VERBS:
+            command: click.Command = importlib.import_module(VERBS[cmd_name][0]).command
+            return command
+        if verb := foreign_verbs().get(cmd_name):
+            module, _, name = verb[0].partition(":")
+            found: click.Command = getattr(importlib.import_module(module), name)
+            return found
+        return None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, about) for name, (_, about) in VERBS.items()])
+        if foreign := foreign_verbs():
+            with formatter.section("Commands of plugins"):
+                formatter.write_dl([(name, about) for name, (_, about) in foreign.items()])
+
+
+@functools.cache
+def foreign_verbs() -> dict[str, tuple[str, str]]:
+    """Verbs of foreign plugins: where each is, and its help. The bundled plugins, which bring none, are not loaded."""
+    from forkd.config import load_settings
+    from forkd.pluginmanager import load_plugins
+
+    commands = load_plugins(load_settings(), bundled=()).commands
+    return {name: verb for name, verb in commands.items() if name not in VERBS}
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

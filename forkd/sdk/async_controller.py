@@ -41,6 +41,10 @@ class AsyncController:
         """Version of forkd and of its API."""
         return await self._call("GET", "/version")
 
+    async def list_plugins(self) -> list[dict[str, Any]]:
+        """Every plugin, with its status and what it provides."""
+        return await self._call("GET", "/v1/plugins")
+
     async def setup(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
         """Fetch the guest kernel if it is not there."""
         return await self._stream("/v1/setup", {}, on_progress)

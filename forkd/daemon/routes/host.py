@@ -28,6 +28,11 @@ async def version(request: Request) -> Response:
     return reply({"version": __version__, "api": "v1"})
 
 
+async def plugins(request: Request) -> Response:
+    """What became of every plugin."""
+    return reply(list(runtime_of(request).plugins.records.values()))
+
+
 async def post_setup(request: Request) -> Response:
     """Fetch the guest kernel; progress as events."""
     await read_body(request, Setup)
@@ -48,6 +53,7 @@ async def post_cleanup(request: Request) -> Response:
 routes = [
     Route("/healthz", healthz, methods=["GET"]),
     Route("/version", version, methods=["GET"]),
+    Route("/v1/plugins", plugins, methods=["GET"]),
     Route("/v1/setup", post_setup, methods=["POST"]),
     Route("/v1/cleanup", post_cleanup, methods=["POST"]),
 ]
