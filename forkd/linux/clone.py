@@ -255,11 +255,13 @@ class ProcessTemplate:
         """Take back descriptors that no clone took, or the next one would get them."""
         assert self._control is not None
         try:
-            _, left, _, _ = socket.recv_fds(self._control[0], 1, len(self._replaced), socket.MSG_DONTWAIT)
+            # Not socket.recv_fds: it drops the flags it is given, and would wait for ever.
+            _, messages, _, _ = self._control[0].recvmsg(1, socket.CMSG_SPACE(4 * len(self._replaced)), _MSG)
         except BlockingIOError:
             return
-        for number in left:
-            os.close(number)
+        for _, _, data in messages:
+            for (number,) in struct.iter_unpack("i", data):
+                os.close(number)
 
     def _check(self, child: Tracee) -> None:
         """Look at every result; give threads the processors they had."""

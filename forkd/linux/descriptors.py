@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from forkd.linux.batch import Call, FreeNumbers
 from forkd.linux.ptrace import Ended, TraceError
 
-_KCMP, _KCMP_FILE, _PIDFD_GETFD = 312, 0, 438
+_KCMP, _KCMP_FILE, _KCMP_EPOLL_TFD, _PIDFD_GETFD = 312, 0, 7, 438
 _O_ASYNC, _O_PATH = 0o20000, 0o10000000
 _AT_FDCWD = -100
 _EPOLL_CTL_ADD = 1
@@ -114,7 +114,7 @@ def plan(pid: int, replaced: Collection[int], shared: Collection[int], used: Col
     for descriptor in chosen:
         _check_drained(pid, descriptor)
     for descriptor in found:
-        _check_watches(descriptor, {each.number: each for each in found})
+        _check_watches(pid, descriptor, {each.number: each for each in found})
     rest = [d for d in found if d.number not in replaced and d.number not in shared]
     return Plan(chosen, tuple(_groups(pid, rest)), known | set(used))
 
@@ -232,12 +232,17 @@ def _check_drained(pid: int, descriptor: Descriptor) -> None:
         raise Refused(f"there are unread bytes on descriptor {descriptor.number} ({descriptor.target})")
 
 
-def _check_watches(epoll: Descriptor, found: dict[int, Descriptor]) -> None:
-    for watch in epoll.watches:
+def _check_watches(pid: int, epoll: Descriptor, found: dict[int, Descriptor]) -> None:
+    for index, watch in enumerate(epoll.watches):
         if watch.number not in found:
             raise Refused(f"epoll set {epoll.number} watches descriptor {watch.number}, which is closed")
         if found[watch.number].target == epoll.target:
             raise Refused(f"epoll set {epoll.number} watches another epoll set")
+        same_number = sum(other.number == watch.number for other in epoll.watches[:index])
+        # SAFETY: numbers, and a struct kcmp_epoll_slot that lives during the call.
+        slot = ctypes.create_string_buffer(struct.pack("<III", epoll.number, watch.number, same_number), 12)
+        if _kcmp(pid, _KCMP_EPOLL_TFD, watch.number, ctypes.addressof(slot)):
+            raise Refused(f"epoll set {epoll.number} watches a file that is not descriptor {watch.number} any more")
 
 
 def waiting_bytes(pid: int, descriptor: Descriptor) -> int:
@@ -271,8 +276,15 @@ def _same_file(pid: int, one: Descriptor, other: Descriptor) -> bool:
     """Whether two descriptors are duplicates: one open file, one position."""
     if (one.target, one.position) != (other.target, other.position):
         return False
-    # SAFETY: numbers only.
-    result = ctypes.CDLL(None, use_errno=True).syscall(_KCMP, pid, pid, _KCMP_FILE, one.number, other.number)
+    return not _kcmp(pid, _KCMP_FILE, one.number, other.number)
+
+
+def _kcmp(pid: int, kind: int, one: int, other: int) -> int:
+    """Zero if two things of a process are one and the same in the kernel."""
+    # SAFETY: numbers, and an address the caller answers for.
+    result = ctypes.CDLL(None, use_errno=True).syscall(
+        _KCMP, pid, pid, kind, ctypes.c_ulong(one), ctypes.c_ulong(other)
+    )
     if result < 0:
         raise TraceError(f"descriptors of process {pid} cannot be compared", ctypes.get_errno())
-    return bool(result == 0)
+    return int(result)
