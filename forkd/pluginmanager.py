@@ -21,6 +21,7 @@ from forkd.specs import hookspecs
 from forkd.specs.branch import BranchMode
 from forkd.specs.errors import BadInput, ForkdError, PluginError
 from forkd.specs.hookspecs import CONTRACT_VERSION, PROJECT, Check, EngineFactory
+from forkd.specs.host import Host
 from forkd.specs.memory import MemoryBackend
 from forkd.specs.models import PluginInfo
 from forkd.specs.rootfs import RootfsBuilder
@@ -87,12 +88,12 @@ class Plugins:
                 del self.observers[name]
                 self.fail(name, f"raised in forkd_observe: {_reason(error)}")
 
-    def checks(self) -> Iterator[Check]:
+    def checks(self, host: Host) -> Iterator[Check]:
         """Rows for ``forkd doctor``: one about the plugins, then each plugin's own."""
         own: list[Check] = []
         for name, checks in _callers(self.manager, "forkd_doctor_checks"):
             try:
-                own.extend(row for rows in checks() for row in rows)
+                own.extend(row for rows in checks(host=host) for row in rows)
             except Exception as error:  # as above
                 self.fail(name, f"raised in forkd_doctor_checks: {_reason(error)}")
         failed = [record for record in self.records.values() if record.status == FAILED]

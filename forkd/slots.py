@@ -24,7 +24,7 @@ class SlotOwner:
 
     def __init__(self, run_dir: Path, name: str | None = None, *, die_with_owner: bool = True) -> None:
         self.directory = run_dir / (name or f"p{os.getpid()}-{secrets.token_hex(2)}")
-        self._die_with_owner = die_with_owner
+        self.die_with_owner = die_with_owner
         with disk_full_as_no_space(run_dir):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=name is not None)
             lock = FileLock.try_take(self.directory / "lock")
@@ -39,12 +39,12 @@ class SlotOwner:
         directory = self.directory / sandbox_id
         with disk_full_as_no_space(directory):
             directory.mkdir(mode=0o700)
-        return Slot(sandbox_id, directory, self._die_with_owner)
+        return Slot(sandbox_id, directory, self.die_with_owner)
 
     def existing(self) -> list[Slot]:
         """Slots an earlier process of this name left."""
         found = [path for path in sorted(self.directory.iterdir()) if path.is_dir()]
-        return [Slot(path.name, path, self._die_with_owner) for path in found]
+        return [Slot(path.name, path, self.die_with_owner) for path in found]
 
     def give_back(self, slot: Slot) -> None:
         """Remove a slot whose machine is gone."""

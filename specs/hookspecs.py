@@ -10,6 +10,7 @@ import pluggy
 
 from forkd.specs.branch import BranchMode
 from forkd.specs.engine import Engine, EngineContext
+from forkd.specs.host import Host
 from forkd.specs.memory import MemoryBackend
 from forkd.specs.rootfs import RootfsBuilder
 from forkd.specs.transport import HubTransport
@@ -65,8 +66,11 @@ def forkd_register_commands(commands: Callable[[str, str, str], None]) -> None:
 
 
 @hookspec
-def forkd_doctor_checks() -> Iterable[Check]:  # type: ignore[empty-body]
-    """Called by ``forkd doctor``: rows about what this plugin needs of the host. May block briefly; must not raise."""
+def forkd_doctor_checks(host: Host) -> Iterable[Check]:  # type: ignore[empty-body]
+    """Called by ``forkd doctor``: rows about what this plugin needs of the host, learnt through ``host`` alone.
+
+    Runs in a worker thread, so it may block briefly; must not raise.
+    """
 
 
 @hookspec

@@ -12,7 +12,8 @@ from forkd import __version__
 
 VERBS = {
     "quickstart": ("forkd.cli.quickstart", "Set up, build a parent, fork children, show figures."),
-    "setup": ("forkd.cli.setup", "Fetch the guest kernel and make the initramfs."),
+    "doctor": ("forkd.cli.doctor", "Check the host, with a hint for what is missing."),
+    "setup": ("forkd.cli.setup", "Fetch the guest kernel; with --host, prepare the host."),
     "from-image": ("forkd.cli.from_image", "Image reference to warmed snapshot in one step."),
     "parent": ("forkd.cli.parent", "Build root file systems."),
     "snapshot": ("forkd.cli.snapshot", "Boot a rootfs, warm it, capture it."),

@@ -49,6 +49,10 @@ class AsyncController:
         """Fetch the guest kernel if it is not there."""
         return await self._stream("/v1/setup", {}, on_progress)
 
+    async def doctor(self) -> list[dict[str, Any]]:
+        """Whether the host is fit: rows of name, status (PASS, WARN, FAIL, SKIP), detail and hint."""
+        return await self._call("GET", "/v1/doctor")
+
     async def cleanup(self, remove: bool = False) -> list[dict[str, Any]]:
         """What dead processes left; removed if asked."""
         return await self._call("POST", "/v1/cleanup", {"remove": remove})

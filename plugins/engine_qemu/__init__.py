@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from forkd.specs.hookspecs import Check, EngineFactory, hookimpl
+from forkd.specs.host import Host
 
 
 @hookimpl
@@ -16,8 +17,8 @@ def forkd_register_engines(register: Callable[[str, EngineFactory], None]) -> No
 
 
 @hookimpl
-def forkd_doctor_checks() -> Iterable[Check]:
-    """Is QEMU there, and which accelerator would it use?"""
+def forkd_doctor_checks(host: Host) -> Iterable[Check]:
+    """Is QEMU there, and new enough?"""
     from forkd.plugins.engine_qemu.host import doctor_checks
 
-    return doctor_checks()
+    return doctor_checks(host)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -12,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from forkd.linux.hostprobe import HostProbe, kvm_truth
 from forkd.linux.tsc import measure_tsc_khz
 from forkd.specs.errors import BadInput, ToolMissing
 from forkd.specs.hookspecs import Check
+from forkd.specs.host import Host
 
 BINARY = "qemu-system-x86_64"
 MINIMUM = (7, 2)
@@ -37,22 +38,10 @@ def find_qemu() -> str:
     return path
 
 
-def kvm_truth() -> tuple[bool, str]:
-    """Whether KVM can run an ordinary guest here, and why (not)."""
-    try:
-        os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
-    except OSError as error:
-        return False, f"/dev/kvm cannot be opened ({error.strerror})"
-    flags = Path("/proc/cpuinfo").read_text(errors="replace")
-    if re.search(r"^flags\s*:.*\b(vmx|svm)\b", flags, re.MULTILINE):
-        return True, "/dev/kvm opens and the CPU has vmx or svm"
-    return False, "/dev/kvm opens, but the CPU shows neither vmx nor svm, so an ordinary guest would hang"
-
-
 def pick_accelerator(wanted: str) -> tuple[str, str]:
     """``(accelerator, why)`` for the setting ``auto``, ``kvm`` or ``tcg``."""
     if wanted == "auto":
-        works, why = kvm_truth()
+        works, why = kvm_truth(HostProbe())
         return ("kvm" if works else "tcg"), why
     if wanted in ("kvm", "tcg"):
         return wanted, "the setting says so"
@@ -81,6 +70,11 @@ def gather(binary: str, cache_dir: Path) -> HostFacts:
 
 def _version(binary: str) -> str:
     out = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+    return read_version(binary, out)
+
+
+def read_version(binary: str, out: str) -> str:
+    """The version in what ``--version`` printed; raises ToolMissing if it is none, or too old."""
     match = re.search(r"version (\d+\.\d+\.\d+)", out)
     if match is None:
         raise ToolMissing(f"{binary} --version says {out[:80]!r}, which is not understood")
@@ -90,15 +84,13 @@ def _version(binary: str) -> str:
     return version
 
 
-def doctor_checks() -> Iterable[Check]:
+def doctor_checks(host: Host) -> Iterable[Check]:
     """Rows for ``forkd doctor``."""
-    if platform.machine() != "x86_64":
-        yield Check("platform", "FAIL", f"{platform.machine()} is not supported", "use an x86_64 host")
+    path = host.which(BINARY)
+    if path is None:
+        yield Check("qemu", "FAIL", f"{BINARY} is not on PATH", "apt-get install qemu-system-x86")
+        return
     try:
-        path = find_qemu()
-        yield Check("qemu", "PASS", f"{path} {_version(path)}")
+        yield Check("qemu", "PASS", f"{path} {read_version(path, host.output([BINARY, '--version']) or '')}")
     except ToolMissing as error:
-        yield Check("qemu", "FAIL", error.message, error.hint)
-    works, why = kvm_truth()
-    hint = None if works else "VMs run by software emulation (TCG): slower inside, forked just the same"
-    yield Check("kvm", "PASS" if works else "WARN", why, hint)
+        yield Check("qemu", "FAIL", error.message, error.hint or "reinstall it: apt-get install qemu-system-x86")

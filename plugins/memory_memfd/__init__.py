@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
-from forkd.linux.memfd import HugePagesUnavailable, create_sealed, huge_page_pool
+from forkd.linux.memfd import HugePagesUnavailable, create_sealed
 from forkd.specs.engine import MemoryImage
 from forkd.specs.errors import NoSpace
 from forkd.specs.hookspecs import Check, hookimpl
+from forkd.specs.host import Host
 from forkd.specs.memory import MemoryBackend, MemoryLease
 
 KEPT = 4
@@ -76,9 +78,17 @@ def forkd_register_memory_backends(register: Callable[[MemoryBackend], None]) ->
 
 
 @hookimpl
-def forkd_doctor_checks() -> Iterable[Check]:
-    """Are there huge pages?"""
-    pool = huge_page_pool()
-    if pool.available > 0:
-        return [Check("hugepages", "PASS", f"{pool.available} pages of 2 MiB free")]
-    return [Check("hugepages", "WARN", "no free 2 MiB pages", "reserve some: echo 512 > /proc/sys/vm/nr_hugepages")]
+def forkd_doctor_checks(host: Host) -> Iterable[Check]:
+    """Are there memfds and huge pages?"""
+    why = host.why_not("memfd")
+    if why is None:
+        yield Check("memfd_create", "PASS", "works")
+    else:
+        yield Check("memfd_create", "WARN", f"{why}; --live-fork needs it", "use a newer kernel")
+    numbers = dict(re.findall(r"^HugePages_(\w+):\s*(\d+)", host.read("/proc/meminfo") or "", re.MULTILINE))
+    total, free = int(numbers.get("Total", 0)), int(numbers.get("Free", 0))
+    if free:
+        yield Check("hugepages", "PASS", f"{free} of {total} pages of 2 MiB are free")
+    else:
+        detail = f"all {total} are in use" if total else "none are reserved"
+        yield Check("hugepages", "WARN", f"{detail}; only --hugepages needs them", "sysctl -w vm.nr_hugepages=512")

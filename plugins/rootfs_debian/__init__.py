@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from forkd.specs.hookspecs import Check, hookimpl
+from forkd.specs.host import Host
 from forkd.specs.rootfs import RootfsBuilder
 
 
@@ -17,10 +18,8 @@ def forkd_register_rootfs_builders(register: Callable[[RootfsBuilder], None]) ->
 
 
 @hookimpl
-def forkd_doctor_checks() -> Iterable[Check]:
+def forkd_doctor_checks(host: Host) -> Iterable[Check]:
     """Is mmdebstrap there?"""
-    import shutil
-
-    if path := shutil.which("mmdebstrap"):
+    if path := host.which("mmdebstrap"):
         return [Check("mmdebstrap", "PASS", path)]
     return [Check("mmdebstrap", "WARN", "not on PATH", "for debian: images: apt-get install mmdebstrap")]

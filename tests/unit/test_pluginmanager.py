@@ -13,6 +13,7 @@ from textwrap import dedent
 import pytest
 
 from forkd.config import load_settings
+from forkd.linux.hostprobe import HostProbe
 from forkd.pluginmanager import DEFAULT_PLUGINS, Plugins, load_plugins
 
 GOOD = """
@@ -126,7 +127,7 @@ def test_a_file_in_the_directory_is_a_plugin(folder: Path, write: Write) -> None
     assert record.hooks == ["forkd_doctor_checks", "forkd_observe", "forkd_register_commands"]
     plugins.observe({"event": "spawn"})
     assert sys.modules["notes_a"].seen == [{"event": "spawn"}]
-    assert "1 events" in [check.detail for check in plugins.checks()]
+    assert "1 events" in [check.detail for check in plugins.checks(HostProbe())]
     assert plugins.commands == {"notes": ("notes_a:show", "Show the notes.")}
 
 
@@ -155,7 +156,7 @@ def test_a_broken_plugin_is_named_and_left_out_and_the_rest_works(
     assert "a_broken_one" in caplog.text and str(folder) in caplog.text
     assert plugins.records["b_good_one"].status == "loaded"
     assert "other" not in plugins.branch_modes, "nothing of a plugin that is left out stays"
-    rows = [check for check in plugins.checks() if check.name == "plugins"]
+    rows = [check for check in plugins.checks(HostProbe()) if check.name == "plugins"]
     assert [row.status for row in rows] == ["WARN"]
     assert "a_broken_one" in rows[0].detail
 
@@ -172,7 +173,7 @@ def test_an_observer_or_check_that_raises_is_named_and_not_asked_again(folder: P
     plugins.observe({"event": "b"})
     assert len(sys.modules["bad_observer"].calls) == 1
     assert "forkd_observe" in (plugins.records["bad_observer"].error or "")
-    details = " ".join(check.detail for check in plugins.checks())
+    details = " ".join(check.detail for check in plugins.checks(HostProbe()))
     assert "bad_doctor" in details and "bad_observer" in details
 
 

@@ -14,6 +14,7 @@ from forkd.daemon.progress import with_progress
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, read_body, reply
 from forkd.ops.cleanup import cleanup
+from forkd.ops.doctor import doctor
 from forkd.ops.setup import setup
 from forkd.specs.requests import Cleanup, Setup
 
@@ -50,10 +51,16 @@ async def post_cleanup(request: Request) -> Response:
     return reply([msgspec.structs.asdict(row) for row in rows])
 
 
+async def get_doctor(request: Request) -> Response:
+    """Whether this host is fit."""
+    return reply(await doctor(runtime_of(request)))
+
+
 routes = [
     Route("/healthz", healthz, methods=["GET"]),
     Route("/version", version, methods=["GET"]),
     Route("/v1/plugins", plugins, methods=["GET"]),
     Route("/v1/setup", post_setup, methods=["POST"]),
+    Route("/v1/doctor", get_doctor, methods=["GET"]),
     Route("/v1/cleanup", post_cleanup, methods=["POST"]),
 ]
