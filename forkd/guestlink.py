@@ -34,14 +34,18 @@ from forkd.guestframes import (
 )
 from forkd.specs.errors import (
     BadInput,
+    CapabilityMissing,
     Conflict,
     ForkdError,
+    GuestDenied,
     GuestError,
     GuestFileNotFound,
     GuestProtocolError,
     GuestTimeout,
     GuestUnreachable,
     NoSpace,
+    PortClosed,
+    ProcessNotFound,
 )
 from forkd.specs.models import EvalResult, ExecResult
 
@@ -55,14 +59,25 @@ _READ_SIZE = 64 * 1024
 _OUT_LIMIT = 1024 * 1024
 _ERRORS: dict[str, type[ForkdError]] = {
     "no_such_file": GuestFileNotFound,
+    "no_such_process": ProcessNotFound,
+    "denied": GuestDenied,
     "no_space": NoSpace,
     "exists": Conflict,
+    "not_empty": Conflict,
+    "refused": PortClosed,
+    "bad_op": CapabilityMissing,
+    "bad_name": BadInput,
     "is_dir": BadInput,
     "not_dir": BadInput,
     "bad_cwd": BadInput,
     "unknown_user": BadInput,
     "bad_request": BadInput,
     "timed_out": GuestTimeout,
+}
+_HINTS = {
+    "bad_op": "the snapshot was made by an older forkd: build it again",
+    "is_dir": "ask for a directory as tar",
+    "not_empty": "remove it recursively",
 }
 _NOT_STARTED = {"not_found": 127, "not_executable": 126}
 _EVAL_ENDED = {"eval_error": 1, "interpreter_exited": 1, "cancelled": 1, "timed_out": 124}
@@ -118,7 +133,7 @@ def fresh_identity(sandbox_id: str, env: Mapping[str, str] | None = None) -> Res
 def guest_failure(answer: Mapping[str, Any]) -> ForkdError:
     """The exception for an answer with ``ok`` false; ``details["guest_code"]`` keeps the agent's own code."""
     code, text = str(answer.get("code")), str(answer.get("error"))[:4096]
-    return _ERRORS.get(code, GuestError)(text, guest_code=code)
+    return _ERRORS.get(code, GuestError)(text, hint=_HINTS.get(code), guest_code=code)
 
 
 class GuestStream:
@@ -351,6 +366,19 @@ class GuestLink:
             op["pty"] = {"rows": pty[0], "cols": pty[1]}
         return self.open_stream(op, window=window)
 
+    def attach(self, pid: int, *, window: int = WINDOW) -> GuestStream:
+        """Listen again to a command of an earlier session: what was kept of its output, what comes, how it ends."""
+        return self.open_stream({"op": "attach", "pid": pid}, window=window)
+
+    async def procs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The commands that run, and those that ended with nobody listening."""
+        answer = await self.request({"op": "procs"}, timeout=timeout)
+        return _checked(answer.get("procs"), list[dict[str, Any]])
+
+    def dial(self, port: int, host: str = "localhost") -> GuestStream:
+        """A TCP connection made inside the guest."""
+        return self.open_stream({"op": "dial", "port": port, "host": host})
+
     async def run(
         self,
         args: Sequence[str],
@@ -428,6 +456,29 @@ class GuestLink:
                     await stream.send_data(piece)
             await stream.end_input()
             return _checked((await stream.result()).get("size"), int)
+
+    def read_tree(self, path: str, *, user: str | None = None) -> GuestStream:
+        """A directory as a tar stream; errors are judged by ``tree_done``."""
+        op: dict[str, Any] = {"op": "pack", "path": path}
+        return self.open_stream(op if user is None else {**op, "user": user})
+
+    async def write_tree(
+        self, path: str, data: AsyncIterable[bytes], *, make_parents: bool = False, user: str | None = None
+    ) -> None:
+        """A tar stream becomes a directory; a new one appears whole or not at all."""
+        op: dict[str, Any] = {"op": "unpack", "path": path, "make_parents": make_parents}
+        async with self.open_stream(op if user is None else {**op, "user": user}) as stream:
+            async for piece in data:
+                await stream.send_data(piece)
+            await stream.end_input()
+            said = b""
+            async for _, piece in stream:
+                said = (said + piece)[-MAX_FRAME:]
+            tree_done(stream, said)
+
+    def watch(self, path: str, *, recursive: bool = False) -> GuestStream:
+        """Changes below a directory as JSON lines."""
+        return self.open_stream({"op": "watch", "path": path, "recursive": recursive})
 
     async def list_dir(self, path: str, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """The entries of a directory, at most 10 000."""
@@ -573,6 +624,17 @@ class GuestLink:
         ahead = _checked(answer.get("time_ns"), int) - (sent + time.time_ns()) // 2
         if abs(ahead) > CLOCK_ERROR_NS:
             await self.request({"op": "clock", "delta_ns": -ahead}, timeout=None)
+
+
+def tree_done(stream: GuestStream, said: bytes) -> None:
+    """Raise what the guest said on stderr if packing or unpacking failed."""
+    if _checked(stream.answer, _Ended).exit_code == 0:
+        return
+    try:
+        answer = decode_object(said.strip().rsplit(b"\n", 1)[-1])
+    except GuestProtocolError as error:
+        raise GuestError("the guest could not move the directory: " + said[-500:].decode(errors="replace")) from error
+    raise guest_failure(answer)
 
 
 def _unreachable(error: Exception) -> GuestUnreachable:

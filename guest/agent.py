@@ -24,7 +24,7 @@ import sys
 import termios
 import time
 
-VERSION = "1.0"
+VERSION = "1.1"
 PROTOCOL = 1
 PORT_NAME = "forkd.agent"
 RECIPE = "/etc/forkd-recipe.env"
@@ -39,6 +39,9 @@ CHUNK = 64 * 1024
 MAX_ENTRIES = 10000
 MAX_LIST = 4 * 1024 * 1024
 MAX_TEXT = 1024 * 1024
+MAX_KEPT = 256 * 1024
+MAX_ENDED = 32
+MAX_WATCHES = 4096
 KILL_GRACE = 2.0
 WARMUP_SECONDS = 60.0
 LATER = 1e9  # no time limit is longer (seconds)
@@ -56,6 +59,9 @@ OS_CODES = {
     errno.ENOSPC: "no_space",
     errno.EDQUOT: "no_space",
     errno.EEXIST: "exists",
+    errno.ENOTEMPTY: "not_empty",
+    errno.ENAMETOOLONG: "bad_name",
+    errno.ELOOP: "bad_name",
 }
 FILE_TYPES = {
     stat.S_IFREG: "file",
@@ -432,6 +438,37 @@ class Stream:
         pass
 
 
+class Kept:
+    """The newest output of a command nobody listens to; what does not fit is dropped, oldest first, and counted."""
+
+    def __init__(self):
+        self.pieces = collections.deque()
+        self.size = 0
+        self.dropped = 0
+        self.closed = False  # the command ended: what grandchildren say belongs to nobody
+
+    def add(self, kind, data):
+        if self.closed:
+            return
+        self.pieces.append((kind, data))
+        self.size += len(data)
+        while self.size > MAX_KEPT:
+            lost = len(self.pieces.popleft()[1])
+            self.size -= lost
+            self.dropped += lost
+
+    def take(self, room):
+        """The oldest piece, or as much of it as there is room for; None if there is none."""
+        if not self.pieces:
+            return None
+        kind, data = self.pieces.popleft()
+        if len(data) > room:
+            self.pieces.appendleft((kind, data[room:]))
+            data = data[:room]
+        self.size -= len(data)
+        return kind, data
+
+
 class Account:
     """A user of the guest, by name, ``uid`` or ``uid:gid``."""
 
@@ -472,6 +509,7 @@ class Exec(Stream):
         self.sources = []
         self.terminal = None
         self.timer = None
+        self.kept = None  # a Kept while nobody listens, and until a new listener has taken it all
         limit = take_seconds(request, "timeout")
         self.detached = take(request, "detach", bool, False)
         self.spawn(request)
@@ -583,10 +621,46 @@ class Exec(Stream):
             self.sources.append(Source(self, fd, kind))
 
     def output(self, kind, data):
+        if self.kept is not None:
+            self.kept.add(kind, data)
+            return
         super().output(kind, data)
         if self.window <= 0 and not self.muted:
             for source in self.sources:
                 source.pause()
+
+    def detach(self):
+        self.kept = Kept() if self.kept is None else self.kept
+        super().detach()
+
+    def attach(self, sid, request):
+        """A new listener, in this session: it gets what was kept, then what comes, then the answer."""
+        if self.live:
+            raise Refusal("exists", "process %d has a listener already" % self.pid)
+        if self.detached:
+            raise Refusal("bad_request", "process %d was started without output" % self.pid)
+        self.window = take_count(request, "window", WINDOW, 1 << 31)
+        self.sid, self.granted, self.unsaid = sid, WINDOW, 0
+        self.live, self.muted = True, False
+        self.agent.ended.pop(self.pid, None)
+        self.open()
+        kept = self.kept or Kept()
+        self.started({"pid": self.pid, "args": self.args, "started": self.begun, "dropped": kept.dropped})
+        self.more_room()
+
+    def pour(self):
+        """Send what was kept as far as the window goes; True when all of it is sent."""
+        while self.kept is not None and self.window > 0:
+            piece = self.kept.take(self.window)
+            if piece is None:
+                self.kept = None
+            else:
+                super().output(*piece)
+        if self.kept is None:
+            return True
+        for source in self.sources:
+            source.pause()
+        return False
 
     def source_ended(self, source):
         self.sources.remove(source)
@@ -619,6 +693,7 @@ class Exec(Stream):
 
     def cancel(self):
         self.muted = True
+        self.kept = None
         if self.status is None:
             self.end("cancelled")
         else:
@@ -634,6 +709,8 @@ class Exec(Stream):
             source.go()
 
     def more_room(self):
+        if not self.pour():
+            return
         if self.status is not None:
             self.drain()
         else:
@@ -648,6 +725,10 @@ class Exec(Stream):
             self.stdin.close()
         for source in self.sources:
             source.left = CHUNK if self.terminal is not None else bytes_in(source.fd)
+        if not self.live and not self.detached:
+            self.agent.remember(self)
+        if self.live and not self.pour():
+            return  # goes on with the host's credit
         self.drain()
 
     def drain(self):
@@ -658,6 +739,8 @@ class Exec(Stream):
         if any(source.left for source in self.sources):
             return  # goes on with the host's credit
         self.finish(self.answer())
+        if self.kept is not None:
+            self.kept.closed = True
         for source in self.sources:
             source.go()  # muted now: drops what grandchildren say
 
@@ -992,6 +1075,161 @@ class Dial(Stream):
             open_socket.close()
 
 
+class Archive(Exec):
+    """A directory as a tar stream, made or taken apart by this very file in a process of its own."""
+
+    FLAG = "--pack"
+
+    def __init__(self, agent, sid, request):
+        self.path = take(request, "path", str, required=True)
+        self.stage = None
+        self.prepare(request)
+        helper = [sys.executable or "python3", os.path.abspath(__file__), self.FLAG, self.path, self.stage or ""]
+        given = {key: request[key] for key in ("user", "window") if key in request}
+        super().__init__(agent, sid, dict(given, args=helper, stdin=self.FLAG == "--unpack"))
+
+    def prepare(self, request):
+        os.listdir(self.path)  # refuses what is no directory, or not there
+
+    def detach(self):
+        self.live, self.muted = False, True
+        self.end("cancelled")  # half a directory is of no use to anybody
+        self.abandon()
+
+
+class Unpack(Archive):
+    """A directory on its way from the host: a new one appears whole, in an existing one each file does."""
+
+    FLAG = "--unpack"
+
+    def prepare(self, request):
+        self.path = os.path.realpath(self.path)
+        folder = os.path.dirname(self.path)
+        if take(request, "make_parents", bool, False):
+            os.makedirs(folder, exist_ok=True)
+        os.listdir(self.path if os.path.exists(self.path) else folder)
+        if not os.path.exists(self.path):
+            self.stage = os.path.join(folder, ".forkd-%s" % os.urandom(12).hex())
+
+    def exited(self, status):
+        if self.stage is not None and os.path.isdir(self.stage) and os.fork() == 0:
+            import shutil
+
+            try:
+                shutil.rmtree(self.stage, ignore_errors=True)  # may be large: not in the event loop
+            finally:
+                os._exit(0)
+        super().exited(status)
+
+
+class Watch(Stream):
+    """Changes below a directory, as JSON lines, from the kernel's inotify."""
+
+    KINDS = ((0x100 | 0x80, "create"), (0x2, "write"), (0x4, "chmod"), (0x200 | 0x400, "remove"), (0x40, "rename"))
+    MASK = 0x100 | 0x80 | 0x2 | 0x4 | 0x200 | 0x40 | 0x400
+    ONLY_DIRECTORIES, IS_DIRECTORY, OVERFLOW, MOVED_TO = 0x01000000, 0x40000000, 0x4000, 0x80
+    EVENT = struct.Struct("iIII")
+
+    def __init__(self, agent, sid, request):
+        super().__init__(agent, sid, request)
+        import ctypes
+
+        self.root = take(request, "path", str, required=True)
+        self.recursive = take(request, "recursive", bool, False)
+        self.folders = {}
+        self.lost = False
+        os.listdir(self.root)
+        # SAFETY: both calls take and return plain numbers and a string the kernel copies during the call.
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.errno = ctypes.get_errno
+        self.fd = self.libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        if self.fd < 0:
+            raise OSError(self.errno(), os.strerror(self.errno()))
+        try:
+            self.add("")
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.open()
+        self.started({})
+        agent.loop.watch(self.fd, select.EPOLLIN, self.ready)
+
+    def add(self, folder, late=False):
+        path = os.path.join(self.root, folder) if folder else self.root
+        number = -1
+        if len(self.folders) < MAX_WATCHES:
+            number = self.libc.inotify_add_watch(self.fd, os.fsencode(path), self.MASK | self.ONLY_DIRECTORIES)
+        if number < 0:
+            if not folder:
+                raise OSError(self.errno(), os.strerror(self.errno()), path)
+            self.lost = self.lost or os.path.isdir(path)
+            return
+        self.folders[number] = folder
+        if self.recursive:
+            with os.scandir(path) as found:
+                inner = [(os.path.join(folder, item.name), item.is_dir(follow_symlinks=False)) for item in found]
+            for name, directory in inner:
+                if late:  # made before the watch stood
+                    self.tell({"type": "create", "path": name, "dir": directory})
+                if directory:
+                    self.add(name, late)
+
+    def ready(self, _events=0):
+        try:
+            data = os.read(self.fd, CHUNK)
+        except BlockingIOError:
+            return
+        at = 0
+        while at < len(data):
+            number, mask, _, length = self.EVENT.unpack_from(data, at)
+            name = os.fsdecode(data[at + self.EVENT.size : at + self.EVENT.size + length].rstrip(b"\0"))
+            at += self.EVENT.size + length
+            self.seen(number, mask, name)
+
+    def seen(self, number, mask, name):
+        folder = self.folders.get(number)
+        if mask & 0x8000:  # IN_IGNORED: that directory is gone
+            self.folders.pop(number, None)
+            if folder == "":
+                self.abandon()
+                self.finish({"ok": True})
+            return
+        if mask & self.OVERFLOW:
+            self.lost = True
+        elif folder is not None and (name or folder == ""):
+            path = os.path.join(folder, name)
+            directory = bool(mask & self.IS_DIRECTORY)
+            for bits, kind in self.KINDS:
+                if mask & bits:
+                    self.tell({"type": kind, "path": path, "dir": directory})
+            if directory and self.recursive and mask & (0x100 | self.MOVED_TO):
+                try:
+                    self.add(path, late=True)
+                except OSError:
+                    pass  # gone again already; its removal is told
+        if self.lost and self.tell({"type": "overflow", "path": "", "dir": True}):
+            self.lost = False
+
+    def tell(self, event):
+        """Send an event if there is room for it; a host that does not read loses events and hears so."""
+        line = encode(event) + b"\n"
+        if len(line) > self.window:
+            self.lost = True
+            return False
+        self.output(OUT, line)
+        return True
+
+    def more_room(self):
+        if self.lost and self.tell({"type": "overflow", "path": "", "dir": True}):
+            self.lost = False
+
+    def abandon(self):
+        if self.fd is not None:
+            self.agent.loop.unwatch(self.fd)
+            os.close(self.fd)
+            self.fd = None
+
+
 # -- files: small requests -------------------------------------------------------------------------------------------
 
 
@@ -1317,6 +1555,7 @@ class Agent:
         self.env = {}
         self.streams = {}
         self.procs = {}
+        self.ended = collections.OrderedDict()  # commands that ended with nobody listening
         self.workers = {}
         self.evaluator = None
         self.lang = "python"
@@ -1341,7 +1580,17 @@ class Agent:
             "move": op_move,
             "chmod": op_chmod,
         }
-        self.stream_ops = {"exec": Exec, "eval": Eval, "read": Read, "write": Write, "dial": Dial}
+        self.stream_ops = {
+            "exec": Exec,
+            "attach": self.attach,
+            "eval": Eval,
+            "read": Read,
+            "write": Write,
+            "pack": Archive,
+            "unpack": Unpack,
+            "watch": Watch,
+            "dial": Dial,
+        }
 
     # the link
 
@@ -1598,8 +1847,26 @@ class Agent:
         return {"ok": True, "time_ns": self.machine.now()}
 
     def op_procs(self, request):
-        running = [{"pid": pid, "args": each.args, "started": each.begun} for pid, each in self.procs.items()]
-        return {"ok": True, "procs": running}
+        rows = []
+        for each in list(self.ended.values()) + list(self.procs.values()):
+            row = {"pid": each.pid, "args": each.args, "started": each.begun, "attached": each.live}
+            row.update(running=each.status is None, pty=each.terminal is not None, detached=each.detached)
+            rows.append(row)
+        return {"ok": True, "procs": rows}
+
+    @staticmethod
+    def attach(agent, sid, request):
+        pid = take_count(request, "pid", required=True)
+        process = agent.procs.get(pid) or agent.ended.get(pid)
+        if process is None:
+            raise Refusal("no_such_process", "there is no process %d" % pid)
+        process.attach(sid, request)
+
+    def remember(self, process):
+        """Keep what a command said and how it ended for whoever attaches; the oldest are forgotten."""
+        self.ended[process.pid] = process
+        while len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
 
     # warm-up
 
@@ -1864,6 +2131,110 @@ def interpreter():
         write_all(outlet, line_of(answer))
 
 
+# -- directories as tar streams ---------------------------------------------------------------------------------------
+
+
+def archive(flag, path, stage):
+    """Run one of the two below; a failure is a refusal as a JSON line on stderr and exit code 1."""
+    try:
+        if flag == "--pack":
+            pack(path)
+        else:
+            unpack(path, stage)
+    except Exception as error:  # the edge of the process
+        os.write(2, encode(refusal_of(error)) + b"\n")
+        raise SystemExit(1)
+
+
+def pack(path):
+    """The directory's entries, without its own name, to stdout; what vanishes or may not be read is left out."""
+    import tarfile
+
+    def add(tar, full, name):
+        try:
+            status = os.lstat(full)
+            if stat.S_ISREG(status.st_mode):
+                with open(full, "rb") as source:
+                    info = tar.gettarinfo(full, name, source)
+                    tar.addfile(info, Padded(source))
+            elif stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode):
+                tar.addfile(tar.gettarinfo(full, name))
+        except (FileNotFoundError, PermissionError):
+            return
+        if stat.S_ISDIR(status.st_mode):
+            for inner in sorted(os.listdir(full)):
+                add(tar, os.path.join(full, inner), "%s/%s" % (name, inner))
+
+    with os.fdopen(1, "wb", CHUNK) as out:
+        with tarfile.open(fileobj=out, mode="w|", bufsize=CHUNK, format=tarfile.PAX_FORMAT) as tar:
+            add(tar, path, ".")
+
+
+class Padded:
+    """A file that reads as zeros where it was truncated since it was measured."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def read(self, size):
+        data = self.file.read(size)
+        return data + bytes(size - len(data))
+
+
+def unpack(path, stage):
+    """The tar stream on stdin becomes directory ``path``; ``stage`` is where a new one grows until it is whole."""
+    import tarfile
+
+    base = stage or path
+    modes = []
+    if stage:
+        os.mkdir(stage, 0o755)
+    with os.fdopen(0, "rb", CHUNK) as source, tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK) as tar:
+        for member in tar:
+            name = os.path.normpath(member.name)
+            if name.startswith(("/", "../")) or name == "..":
+                raise Refusal("bad_request", "%s leads out of the directory" % member.name)
+            place(tar, member, base, os.path.join(base, name), modes)
+        while source.read(CHUNK):
+            pass  # padding
+    for folder, mode in reversed(modes):
+        os.chmod(folder, mode)
+    if stage:
+        os.rename(stage, path)
+
+
+def place(tar, member, base, target, modes):
+    """Put one entry at ``target``: whole, or not at all. Devices and pipes are left out."""
+    if member.isdir():
+        os.makedirs(target, exist_ok=True)
+        modes.append((target, member.mode & 0o7777))
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    temporary = os.path.join(os.path.dirname(target), ".forkd-%s" % os.urandom(12).hex())
+    try:
+        if member.isreg():
+            with open(temporary, "xb") as file:
+                source = tar.extractfile(member)
+                for piece in iter(lambda: source.read(CHUNK), b""):
+                    file.write(piece)
+                os.fchmod(file.fileno(), member.mode & 0o7777)
+                os.utime(file.fileno(), (member.mtime, member.mtime))
+        elif member.issym():
+            os.symlink(member.linkname, temporary)
+        elif member.islnk():
+            linked = os.path.normpath(member.linkname)
+            if linked.startswith(("/", "../")):
+                raise Refusal("bad_request", "%s leads out of the directory" % member.linkname)
+            os.link(os.path.join(base, linked), temporary)
+        else:
+            return
+        os.rename(temporary, target)
+    except BaseException:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        raise
+
+
 # -- start -----------------------------------------------------------------------------------------------------------
 
 
@@ -1920,6 +2291,9 @@ def loopback_up():
 def main(argv):
     if argv[:1] == ["--interpreter"]:
         interpreter()
+        return
+    if argv[:1] in (["--pack"], ["--unpack"]):
+        archive(*argv)
         return
     flags = {"--no-host-effects": False, "--fd": None, "--port": None, "--sync": None, "--recipe": RECIPE}
     words = iter(argv)

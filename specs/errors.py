@@ -99,6 +99,12 @@ class GuestFileNotFound(NotFound):
     code = "guest_file_not_found"
 
 
+class ProcessNotFound(NotFound):
+    """A sandbox has no process with this pid or tag."""
+
+    code = "process_not_found"
+
+
 # -- conflicts -------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +262,19 @@ class GuestTimeout(GuestError):
 
     code = "guest_timeout"
     http_status = 504
+
+
+class GuestDenied(GuestError):
+    """The guest's kernel does not permit it."""
+
+    code = "guest_denied"
+    http_status = 403
+
+
+class PortClosed(GuestError):
+    """Nothing listens on this port inside the guest."""
+
+    code = "port_closed"
 
 
 # -- packs and the hub -----------------------------------------------------------------------------------------------

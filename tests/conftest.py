@@ -38,10 +38,23 @@ def run_forkd(
 def data_dir() -> Path:
     """A data directory, kept between runs, with the parent ``python-numpy`` in it."""
     path = ROOT / ".work" / "test-data"
+    remove_outdated_parent(path)
     done = run_forkd(path, "quickstart", "-n", "1", "--json", timeout=900)
     assert done.returncode == 0, done.stderr + done.stdout
     assert json.loads(done.stdout)["ok"]
     return path
+
+
+def remove_outdated_parent(path: Path) -> None:
+    """A parent has the agent it was made with in its memory: one with another agent is made anew."""
+    import hashlib
+
+    agent = hashlib.sha256((ROOT / "guest" / "agent.py").read_bytes()).hexdigest()
+    stamp = path / "parent.agent"
+    if (path / "snapshots" / PARENT).exists() and (not stamp.exists() or stamp.read_text() != agent):
+        run_forkd(path, "rmi", "--force", PARENT)
+    path.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(agent)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from forkd.guestframes import FrameType, encode_credit, encode_frame, encode_object
 from forkd.guestlink import GuestLink, fresh_identity
-from forkd.specs.errors import BadInput, Conflict, ForkdError, GuestError, GuestFileNotFound
+from forkd.specs.errors import BadInput, CapabilityMissing, Conflict, ForkdError, GuestError, GuestFileNotFound
 from tests.unit.guest_support import AGENT, AgentProcess, FakeGuest, check_shape, is_running, running_agent
 
 MIB = 1024 * 1024
@@ -142,7 +142,7 @@ async def test_the_clock_is_set_and_shifted(agent: AgentProcess) -> None:
 
 
 async def test_unknown_ops_and_malformed_requests_are_refused(link: GuestLink) -> None:
-    with pytest.raises(GuestError) as caught:
+    with pytest.raises(CapabilityMissing) as caught:
         await link.request({"op": "fly"}, timeout=5)
     assert code_of(caught) == "bad_op"
     wrong: list[dict[str, Any]] = [
@@ -588,7 +588,7 @@ async def test_directories_are_made_moved_changed_and_removed(link: GuestLink, t
     await link.move(str(folder), str(tmp_path / "c"))
     with pytest.raises(Conflict):
         await link.mkdir(str(tmp_path / "c"))
-    with pytest.raises(GuestError, match="not empty"):
+    with pytest.raises(Conflict, match="not empty"):
         await link.remove(str(tmp_path / "c"))
     await link.remove(str(tmp_path / "c"), recursive=True)
     await link.mkdir(str(folder))
