@@ -9,9 +9,12 @@ from typing import Protocol
 from forkd.specs.engine import MemoryImage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class MemoryLease:
-    """A memory image ready to be mapped, and what the user should know about it (a fall-back, for example)."""
+    """A memory image ready to be mapped, and what the user should know about it (a fall-back, for example).
+
+    The image can be mapped for as long as the lease is held: keep the object until every machine has started.
+    """
 
     image: MemoryImage
     warnings: tuple[str, ...] = field(default=())
@@ -25,9 +28,9 @@ class MemoryBackend(Protocol):
     async def lease(self, image: Path, size: int, *, hugepages: bool) -> MemoryLease:
         """Provide ``image``; a second call for the same unchanged file shares what the first one made.
 
-        Whatever is held stays valid until ``close``; machines already restored do not depend on it. Raises NoSpace or
-        HostNotReady. On cancellation nothing half-made is kept.
+        What it stands for is let go of when nobody holds the lease and the backend no longer remembers it; machines
+        already restored do not depend on it. Raises NoSpace or HostNotReady. On cancellation nothing half-made is kept.
         """
 
     def close(self) -> None:
-        """Let go of everything held."""
+        """Remember nothing any more. May be called twice."""

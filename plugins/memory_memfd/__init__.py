@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,15 @@ class _Key:
 
 
 class MemfdBackend:
-    """Keeps the last few images; a machine that mapped one keeps it alive by itself."""
+    """Keeps the last few images; older ones go as soon as nobody holds their lease.
+
+    A machine that mapped one keeps it alive by itself.
+    """
 
     name = "memfd"
 
     def __init__(self) -> None:
-        self._held: dict[_Key, tuple[int, MemoryLease]] = {}
+        self._held: dict[_Key, MemoryLease] = {}
         self._lock: trio.Lock | None = None
 
     async def lease(self, image: Path, size: int, *, hugepages: bool) -> MemoryLease:
@@ -48,11 +52,12 @@ class MemfdBackend:
         async with self._lock:
             if key not in self._held:
                 self._held[key] = await trio.to_thread.run_sync(self._fill, image, size, hugepages)
-                while len(self._held) > KEPT:
-                    os.close(self._held.pop(next(iter(self._held)))[0])
-            return self._held[key][1]
+            lease = self._held[key] = self._held.pop(key)  # the one used last goes last
+            while len(self._held) > KEPT:
+                del self._held[next(iter(self._held))]
+            return lease
 
-    def _fill(self, image: Path, size: int, hugepages: bool) -> tuple[int, MemoryLease]:
+    def _fill(self, image: Path, size: int, hugepages: bool) -> MemoryLease:
         warnings: tuple[str, ...] = ()
         try:
             descriptor = create_sealed("forkd-image", size, image, hugepages=hugepages)
@@ -63,12 +68,13 @@ class MemfdBackend:
         except OSError as error:
             raise NoSpace(f"{size >> 20} MiB of memory for the image are not to be had: {error.strerror}") from error
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        return descriptor, MemoryLease(MemoryImage(path, size, hugepages), warnings)
+        lease = MemoryLease(MemoryImage(path, size, hugepages), warnings)
+        weakref.finalize(lease, os.close, descriptor)
+        return lease
 
     def close(self) -> None:
-        """Close every descriptor."""
-        while self._held:
-            os.close(self._held.popitem()[1][0])
+        """Close every descriptor whose lease nobody holds."""
+        self._held.clear()
 
 
 @hookimpl

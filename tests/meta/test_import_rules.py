@@ -30,6 +30,7 @@ FORBIDDEN = {
     "forkd.daemon": ["forkd.cli", "forkd.sdk", "forkd.plugins"],
     "forkd.sdk": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.cli"],
     "forkd.cli": ["forkd.ops", "forkd.store", "forkd.plugins"],
+    "forkd.testing": ["forkd.ops", "forkd.hub", "forkd.plugins", "forkd.daemon", "forkd.sdk", "forkd.cli"],
     "forkd.guest": ["forkd"],
 }
 # exceptions to a whole-"forkd" ban

@@ -1,0 +1,46 @@
+"""Every engine of ours keeps the contract."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+import trio
+
+from forkd.plugins.engine_qemu.engine import QemuEngine
+from forkd.provision import find_kernel
+from forkd.specs.engine import BootSpec
+from forkd.specs.hookspecs import EngineFactory
+from forkd.specs.models import Hardware
+from forkd.testing.engine import EngineContract
+
+pytestmark = pytest.mark.vm
+
+
+@pytest.fixture(scope="class")
+def boot_spec(data_dir: Path) -> BootSpec:
+    kernel = trio.run(find_kernel, data_dir)
+    rootfs = next((data_dir / "rootfs").glob("*.ext4"))
+    return BootSpec(kernel.kernel, kernel.initrd, rootfs, Hardware(vcpus=1, mem_mib=256), secrets.token_hex(16))
+
+
+class TestQemu(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine_factory(cls) -> EngineFactory:
+        return QemuEngine
+
+
+class TestQemuWithTwoCpus(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine_factory(cls) -> EngineFactory:
+        return QemuEngine
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def boot_spec(cls, boot_spec: BootSpec) -> BootSpec:
+        import dataclasses
+
+        return dataclasses.replace(boot_spec, hardware=Hardware(vcpus=2, mem_mib=192))
