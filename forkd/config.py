@@ -58,6 +58,16 @@ class Settings:
         """One directory for each forkd process that owns machines, one below it for each machine."""
         return self.data_dir / "run"
 
+    @property
+    def inventory(self) -> Path:
+        """What the daemon runs."""
+        return self.data_dir / "inventory.db"
+
+    @property
+    def socket(self) -> Path:
+        """Where the daemon listens for commands of its own user."""
+        return self.data_dir / "forkd.sock"
+
 
 def load_settings(environ: Mapping[str, str] | None = None, **overrides: object) -> Settings:
     """Settings from the environment; keyword arguments that are not None win."""

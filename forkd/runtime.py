@@ -10,11 +10,13 @@ from typing import Any
 import trio
 
 from forkd.config import Settings
+from forkd.events import Events
+from forkd.inventory import Inventory, NoInventory, SqliteInventory
 from forkd.pluginmanager import Plugins, load_plugins
 from forkd.sandbox import Sandbox
 from forkd.slots import SlotOwner
 from forkd.specs.engine import Engine, EngineContext
-from forkd.specs.errors import BadInput, ForkdError, SandboxNotFound
+from forkd.specs.errors import BadInput, ForkdError, SandboxNotFound, TooBusy
 from forkd.specs.models import SnapshotInfo
 from forkd.store.disks import DiskStore
 from forkd.store.images import ImageCache
@@ -22,6 +24,8 @@ from forkd.store.snapshots import SnapshotStore
 
 Progress = Callable[[str, float | None], None]
 MAX_ENDINGS = 1000
+DAEMON = "daemon"
+"""The name of the daemon's directory of slots: one daemon a data directory."""
 
 
 class Endings(dict[str, str]):
@@ -50,6 +54,11 @@ class Runtime:
     engines: dict[str, Engine] = field(default_factory=dict)
     writing: dict[str, SnapshotInfo] = field(default_factory=dict)
     failed: dict[str, ForkdError] = field(default_factory=dict)
+    events: Events = field(default_factory=Events)
+    inventory: Inventory = field(default_factory=NoInventory)
+    keeps: bool = False
+    """Whether sandboxes go on when this runtime is left, for another one to adopt."""
+    adopting: set[str] = field(default_factory=set)
 
     def engine(self, name: str | None = None) -> Engine:
         """The engine called ``name``, or the one the settings choose; made on first use."""
@@ -68,22 +77,25 @@ class Runtime:
         sandbox = self.sandboxes.get(sandbox_id)
         if sandbox is not None:
             return sandbox
+        if sandbox_id in self.adopting:
+            raise TooBusy(f"sandbox {sandbox_id!r} is being taken over after a restart", hint="try again")
         if reason := self.endings.get(sandbox_id):
             raise SandboxNotFound(f"sandbox {sandbox_id!r} has ended: {reason}")
         raise SandboxNotFound(f"there is no sandbox {sandbox_id[:80]!r}", hint="forkd ls lists them")
 
     def observe(self, kind: str, **details: Any) -> None:
-        """Tell observers (audit, metrics) that something happened."""
-        self.plugins.observe({"event": kind, **details})
+        """Tell observers and subscribers that something happened."""
+        self.plugins.observe(self.events.publish(kind, **details))
 
 
 @asynccontextmanager
 async def open_runtime(
-    settings: Settings, *, plugins: Plugins | None = None, owner: str | None = None, die_with_owner: bool = True
+    settings: Settings, *, plugins: Plugins | None = None, daemon: bool = False
 ) -> AsyncIterator[Runtime]:
-    """A Runtime whose sandboxes end with it."""
+    """A Runtime whose sandboxes end with it; the daemon's are written down and go on without it."""
     loaded = plugins or load_plugins(settings)
-    slots = SlotOwner(settings.run_dir, owner, die_with_owner=die_with_owner)
+    slots = SlotOwner(settings.run_dir, DAEMON if daemon else None, die_with_owner=not daemon)
+    inventory = SqliteInventory(settings.inventory) if daemon else NoInventory()
     try:
         async with trio.open_nursery() as nursery:
             runtime = Runtime(
@@ -95,6 +107,8 @@ async def open_runtime(
                 slots=slots,
                 nursery=nursery,
                 start_limit=trio.Semaphore(settings.start_limit),
+                inventory=inventory,
+                keeps=daemon,
             )
             try:
                 yield runtime
@@ -103,4 +117,5 @@ async def open_runtime(
     finally:
         for backend in loaded.memory_backends.values():
             backend.close()
+        inventory.close()
         slots.close()

@@ -46,6 +46,8 @@ class Plan:
     info: SandboxInfo
     source: Stored | None
     ready_timeout: float = READY_TIMEOUT
+    adopted: Slot | None = None
+    """The slot of a machine that runs already: ``start`` connects to it, and its guest stays who it is."""
 
 
 async def run_sandbox(
@@ -54,10 +56,11 @@ async def run_sandbox(
     """Bring a sandbox up, report it when its guest serves, and end it when asked, when cancelled or when its VMM dies.
 
     A failure before it is up is raised to the caller; a later one is remembered in ``runtime.endings``. Whatever
-    happens, no process and no directory is left.
+    happens, no process and no directory is left; except that a sandbox which is up when a runtime that ``keeps`` them
+    is left goes on, for the next one to adopt.
     """
     began = time.monotonic()
-    slot = runtime.slots.take(plan.id)
+    slot = plan.adopted or runtime.slots.take(plan.id)
     machine: Machine | None = None
     sandbox: Sandbox | None = None
     try:
@@ -65,18 +68,22 @@ async def run_sandbox(
             machine = await plan.start(slot)
             link = await _link_up(runtime, plan, machine)
         plan.info.pid = machine.pid
-        plan.info.spawn_ms = round((time.monotonic() - began) * 1000, 2)
+        if plan.adopted is None:
+            plan.info.spawn_ms = round((time.monotonic() - began) * 1000, 2)
         sandbox = Sandbox(plan.id, machine, link, slot, plan.source, plan.info)
+        runtime.inventory.save(sandbox)
         runtime.sandboxes[plan.id] = sandbox
         runtime.nursery.start_soon(_watch, runtime, sandbox)
         task_status.started(sandbox)
         await sandbox.stop.wait()
     finally:
         runtime.sandboxes.pop(plan.id, None)
-        with trio.CancelScope(shield=True):
-            if machine is not None:
-                await machine.kill()
-            await trio.to_thread.run_sync(runtime.slots.give_back, slot)
+        if sandbox is None or sandbox.stop.is_set() or sandbox.source is None or not runtime.keeps:
+            with trio.CancelScope(shield=True):
+                if machine is not None:
+                    await machine.kill()
+                await trio.to_thread.run_sync(runtime.slots.give_back, slot)
+                runtime.inventory.remove(plan.id)
         if sandbox is not None:
             sandbox.ended.set()
 
@@ -84,7 +91,8 @@ async def run_sandbox(
 async def _link_up(runtime: Runtime, plan: Plan, machine: Machine) -> GuestLink:
     """Open the guest link and wait for the resume handshake; the VMM's own end explains a failure best."""
     sync = bytes.fromhex(plan.agent_sync)
-    link = await GuestLink.open(machine.agent, sync, runtime.nursery, resume=ResumeInfo.fresh(plan.id))
+    resume = ResumeInfo.fresh(plan.id) if plan.adopted is None else ResumeInfo()
+    link = await GuestLink.open(machine.agent, sync, runtime.nursery, resume=resume)
     with trio.move_on_after(plan.ready_timeout):
         try:
             await link.ready()

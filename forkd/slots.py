@@ -74,6 +74,11 @@ def find_orphans(run_dir: Path) -> list[Orphan]:
     return [Orphan(path, tuple(pid for pid, cwd in workers.items() if path in cwd.parents)) for path in dead]
 
 
+def workers_in(directory: Path) -> list[int]:
+    """Processes whose working directory is ``directory`` or below it."""
+    return [pid for pid, cwd in _working_directories().items() if cwd == directory or directory in cwd.parents]
+
+
 def _working_directories() -> dict[int, Path]:
     found: dict[int, Path] = {}
     for entry in os.scandir("/proc"):

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from forkd.sdk.async_controller import AsyncController
@@ -69,10 +69,63 @@ async def controller(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     from forkd.sdk.inprocess import hosted_app
 
     monkeypatch.setenv("FORKD_DATA_DIR", str(data_dir))
-    async with hosted_app() as transport:
-        client = httpx.AsyncClient(transport=transport, base_url="http://forkd", timeout=None)
-        async with AsyncController(client) as made:
-            yield made
+    async with (
+        hosted_app() as transport,
+        AsyncController("http://forkd", timeout=None, transport=transport) as made,
+    ):
+        yield made
+
+
+class Daemon:
+    """A daemon process on a data directory, at a port of its own."""
+
+    def __init__(self, data_dir: Path, log: Path, *flags: str) -> None:
+        self._data_dir = data_dir
+        self._log = log
+        self._flags = flags
+        self.start()
+
+    def start(self) -> None:
+        """Start it and wait until it says that it listens; after a kill, start another one in its place."""
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("FORKD_")}
+        with open(self._log, "ab") as log:
+            begin = log.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "forkd", "daemon", "--bind", "127.0.0.1:0", *self._flags],
+                env={**environ, "FORKD_DATA_DIR": str(self._data_dir)},
+                stderr=log,
+            )
+        deadline = time.monotonic() + 120
+        while "stop it with" not in (said := self._log.read_text()[begin:]):
+            assert self.process.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.02)
+        self.url = next(word for word in said.split() if word.startswith("http"))
+
+    def kill(self) -> None:
+        """SIGKILL: it has no chance to tidy up."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM, and its exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+    def said(self) -> str:
+        """Its log."""
+        return self._log.read_text()
+
+
+@pytest.fixture
+def daemon(data_dir: Path, tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon on the shared data directory; it and its sandboxes end with the test."""
+    made = Daemon(data_dir, tmp_path / "daemon.log", "--end-sandboxes")
+    try:
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.stop()
+        run_forkd(data_dir, "cleanup", "--yes")
 
 
 @pytest.fixture

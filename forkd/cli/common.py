@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -15,24 +16,45 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+URL = "daemon_url"
+TOKEN = "daemon_token"
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
+def daemon_options(command: click.Command) -> click.Command:
+    """Give a verb, and the verbs of a group, ``--daemon-url`` and ``--daemon-token``."""
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            daemon_options(inner)
+    elif not any(param.name == URL for param in command.params):
+        about = "The daemon to talk to; `local` for none. Found by itself if not given. [env: FORKD_URL]"
+        command.params += [
+            click.Option(["--daemon-url", URL], help=about, callback=_keep, expose_value=False),
+            click.Option(
+                ["--daemon-token", TOKEN], help="Its token. [env: FORKD_TOKEN]", callback=_keep, expose_value=False
+            ),
+        ]
+    return command
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    ctx.meta[str(param.name)] = value
+
+
 def with_controller(work: Callable[[AsyncController], Awaitable[T]]) -> T:
-    """Run ``work`` with a controller over the app hosted in this process; its sandboxes end with it."""
-    import httpx
+    """Run ``work`` with a controller: over a daemon if there is one, else over the app hosted in this process."""
     import trio
 
-    from forkd.sdk.async_controller import AsyncController
+    from forkd.sdk.connect import find_controller
     from forkd.sdk.errors import ControllerError
-    from forkd.sdk.inprocess import hosted_app
     from forkd.specs.errors import ForkdError
 
+    context = click.get_current_context(silent=True)
+    meta = context.meta if context is not None else {}
+
     async def main() -> T:
-        async with hosted_app() as transport:
-            client = httpx.AsyncClient(transport=transport, base_url="http://forkd", timeout=None)
-            async with AsyncController(client) as controller:
-                return await work(controller)
+        async with find_controller(meta.get(URL), meta.get(TOKEN)) as controller:
+            return await work(controller)
 
     try:
         return trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
@@ -41,6 +63,14 @@ def with_controller(work: Callable[[AsyncController], Awaitable[T]]) -> T:
     except* (ControllerError, ForkdError) as group:
         fail(first_of(group))
     raise AssertionError("unreachable")
+
+
+def local_reference(reference: str) -> str:
+    """An image reference for a daemon, whose working directory is another: relative paths made absolute."""
+    scheme, colon, path = reference.rpartition(":")
+    if colon and scheme in ("dir", "tar"):
+        return f"{scheme}:{os.path.abspath(path)}"
+    return os.path.abspath(reference) if reference.startswith(("./", "../")) else reference
 
 
 def first_of(group: BaseExceptionGroup[Any]) -> BaseException:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
-from forkd.cli.common import json_option, print_json, progress_bar, with_controller
+from forkd.cli.common import json_option, local_reference, print_json, progress_bar, with_controller
 
 
 @click.command("from-image")
@@ -38,13 +40,13 @@ def command(
     forkd from-image debian:bookworm --tag py --extra python3-numpy
     """
     fields = {
-        "image": image,
+        "image": local_reference(image),
         "extras": list(extras),
         "size_mib": size_mib,
         "mem_size_mib": mem_size_mib,
         "vcpus": vcpus,
         "warmup": list(warmup),
-        "kernel": kernel,
+        "kernel": os.path.abspath(kernel) if kernel else None,
         "boot_wait_secs": boot_wait_secs,
     }
     with progress_bar() as progress:

@@ -9,6 +9,7 @@ import sys
 import click
 
 from forkd import __version__
+from forkd.cli.common import daemon_options
 
 VERBS = {
     "quickstart": ("forkd.cli.quickstart", "Set up, build a parent, fork children, show figures."),
@@ -30,8 +31,10 @@ VERBS = {
     "wp-bench": ("forkd.cli.wp_bench", "Measure userfaultfd write protection."),
     "where": ("forkd.cli.where", "Print the data directory."),
     "plugin": ("forkd.cli.plugin", "List plugins; check one; start a new one."),
+    "daemon": ("forkd.cli.daemon", "Serve the REST API; sandboxes outlive commands."),
     "cleanup": ("forkd.cli.cleanup", "Find and remove what killed commands left behind."),
 }
+WITHOUT_DAEMON = {"daemon", "where", "wp-bench"}
 
 
 class LazyGroup(click.Group):
@@ -45,7 +48,7 @@ class LazyGroup(click.Group):
         """Import one verb."""
         if cmd_name in VERBS:
             command: click.Command = importlib.import_module(VERBS[cmd_name][0]).command
-            return command
+            return command if cmd_name in WITHOUT_DAEMON else daemon_options(command)
         if verb := foreign_verbs().get(cmd_name):
             module, _, name = verb[0].partition(":")
             found: click.Command = getattr(importlib.import_module(module), name)

@@ -7,7 +7,7 @@ import re
 
 import click
 
-from forkd.cli.common import json_option, print_json, progress_bar, with_controller
+from forkd.cli.common import json_option, local_reference, print_json, progress_bar, with_controller
 
 
 @click.group("parent")
@@ -27,7 +27,7 @@ def build(image: str, output: str | None, size_mib: int, extras: tuple[str, ...]
     target = os.path.abspath(output or f"./{slug}.ext4")
     fields = {"extras": list(extras), "size_mib": size_mib, "output": target}
     with progress_bar() as progress:
-        info = with_controller(lambda controller: controller.build_rootfs(image, progress, **fields))
+        info = with_controller(lambda controller: controller.build_rootfs(local_reference(image), progress, **fields))
     if as_json:
         print_json(info)
     else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from forkd.cli.common import json_option, progress_bar, with_controller
+from forkd.cli.common import json_option, local_reference, progress_bar, with_controller
 from forkd.cli.exec import finish, run_in
 from forkd.cli.target import target
 
@@ -36,6 +37,8 @@ def command(
 
     The first run builds and warms the image and keeps it as a snapshot; the next ones only fork.
     """
+    image = local_reference(image)
+    kernel = os.path.abspath(kernel) if kernel else None
     tag = run_tag(image, extras)
 
     async def work(controller: AsyncController) -> dict[str, Any]:

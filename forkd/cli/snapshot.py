@@ -33,7 +33,7 @@ def command(
     """Boot a root file system, wait until its agent is ready, capture it."""
     fields = {
         "rootfs": os.path.abspath(rootfs),
-        "kernel": kernel,
+        "kernel": os.path.abspath(kernel) if kernel else None,
         "rw": rw,
         "boot_wait_secs": boot_wait_secs,
         "mem_size_mib": mem_size_mib,

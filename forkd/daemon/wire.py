@@ -13,36 +13,37 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from forkd.daemon.api import Unprocessable, WrongMediaType
 from forkd.specs.errors import BadInput, BadJson, BodyTooLarge, ForkdError
 
 T = TypeVar("T")
 MAX_BODY = 2 << 20
 NDJSON = "application/x-ndjson"
+JSON = "application/json"
 log = logging.getLogger("forkd")
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 """Sends one event of a stream; waits while the client is slow."""
 
 
-class Unprocessable(BadJson):
-    """A body is JSON but not of the documented shape."""
-
-    code = "unprocessable"
-    http_status = 422
-
-
 def reply(value: Any, status: int = 200) -> Response:
     """A JSON answer."""
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+    return Response(msgspec.json.encode(value), status_code=status, media_type=JSON)
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    """The request's JSON body as ``kind``. Raises BodyTooLarge, BadJson, Unprocessable."""
+    """The request's JSON body as ``kind``. Raises BodyTooLarge, WrongMediaType, BadJson, Unprocessable."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY:
             raise BodyTooLarge(f"the body is larger than {MAX_BODY} bytes")
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if body and media != JSON:
+        # Not only pedantry: this is what keeps a web page from posting forms to a daemon on the reader's host.
+        raise WrongMediaType(
+            f"the body is {media[:80]!r}, not JSON", hint="send the header content-type: application/json"
+        )
     try:
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)
     except msgspec.ValidationError as error:

@@ -102,6 +102,17 @@ class ProcessHandle:
         return self._child.wait() if self._child is not None else None
 
 
+async def end_process(pid: int) -> None:
+    """End the process that has this pid now and wait until it is gone; harmless if there is none."""
+    try:
+        process = ProcessHandle.of_running(pid, start_time(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    if process is not None:
+        process.kill()
+        await process.wait()
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of ``/proc/PID/stat`` after the name, which may hold anything, so the last parenthesis counts."""
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as source:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import trio
 
-from forkd.linux.process import ProcessHandle, start_time
+from forkd.linux.process import end_process
 from forkd.runtime import Runtime
 from forkd.slots import find_orphans
 from forkd.store.files import remove_tree
@@ -31,7 +31,7 @@ async def cleanup(runtime: Runtime, *, remove: bool) -> list[Leftover]:
         rows.append(_doomed(orphan.directory, f"its owner is gone; machines still running: {len(orphan.pids)}"))
         if remove:
             for pid in orphan.pids:
-                await _end(pid)
+                await end_process(pid)
             await trio.to_thread.run_sync(remove_tree, orphan.directory)
     for path in runtime.snapshots.leftovers():
         rows.append(_doomed(path, "a snapshot that was never finished"))
@@ -52,16 +52,6 @@ def _living_owners(runtime: Runtime) -> list[Path]:
     root = runtime.settings.run_dir
     owners = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
     return [path for path in owners if path != runtime.slots.directory and is_held(path / "lock")]
-
-
-async def _end(pid: int) -> None:
-    try:
-        process = ProcessHandle.of_running(pid, start_time(pid))
-    except (FileNotFoundError, ProcessLookupError):
-        return
-    if process is not None:
-        process.kill()
-        await process.wait()
 
 
 def _doomed(path: Path, reason: str) -> Leftover:

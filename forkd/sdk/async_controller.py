@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -14,14 +15,29 @@ from forkd.sdk.errors import ControllerError
 
 OnProgress = Callable[[str, float | None], None]
 OnOutput = Callable[[str, bytes], None]
+DEFAULT_URL = "http://127.0.0.1:8889"
 NDJSON = "application/x-ndjson"
+GRACE = 10.0
+"""Seconds by which the connection outlasts a time limit the daemon keeps."""
 
 
 class AsyncController:
     """Talks to a forkd app. Answers are plain dicts with the field names of the REST API."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
+    def __init__(
+        self,
+        base_url: str | None = None,
+        token: str | None = None,
+        timeout: float | None = 60.0,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """``base_url`` defaults to ``FORKD_URL``, then to the local daemon's port; ``token`` to ``FORKD_TOKEN``."""
+        self.base_url = (base_url or os.environ.get("FORKD_URL") or DEFAULT_URL).rstrip("/")
+        self.timeout = timeout
+        token = token or os.environ.get("FORKD_TOKEN")
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=timeout, transport=transport)
 
     async def __aenter__(self) -> AsyncController:
         return self
@@ -127,7 +143,7 @@ class AsyncController:
     ) -> dict[str, Any]:
         """Run a command to its end."""
         body = {"args": args, "timeout_secs": timeout_secs, **fields}
-        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/exec", body)
+        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/exec", body, lasts=timeout_secs)
 
     async def exec_stream(
         self, sandbox_id: str, args: list[str], on_output: OnOutput, timeout_secs: float = 30, **fields: Any
@@ -144,7 +160,7 @@ class AsyncController:
     async def eval_code(self, sandbox_id: str, code: str, timeout_secs: float = 30) -> dict[str, Any]:
         """Evaluate code in the warm interpreter."""
         body = {"code": code, "timeout_secs": timeout_secs}
-        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/eval", body)
+        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/eval", body, lasts=timeout_secs)
 
     async def ping_sandbox(self, sandbox_id: str) -> dict[str, Any]:
         """Ask the agent in the guest."""
@@ -156,8 +172,15 @@ class AsyncController:
 
     # -- below -------------------------------------------------------------------------------------------------------
 
-    async def _call(self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None) -> Any:
-        response = await self._client.request(method, path, json=body, params=params)
+    async def _call(
+        self, method: str, path: str, body: Any = None, params: dict[str, str] | None = None, lasts: float = 0.0
+    ) -> Any:
+        """One request; ``lasts`` is a time limit the daemon keeps, so the connection has to outlast it."""
+        timeout = None if self.timeout is None else max(self.timeout, lasts + GRACE)
+        try:
+            response = await self._client.request(method, path, json=body, params=params, timeout=timeout)
+        except httpx.TransportError as error:
+            raise _unreachable(error, self.base_url) from error
         if response.status_code == 207 or not response.is_success:
             raise _error(response)
         return response.json() if response.content else None
@@ -170,17 +193,22 @@ class AsyncController:
         return await self._events(path, body, on_event)
 
     async def _events(self, path: str, body: Any, on_event: Callable[[dict[str, Any]], None]) -> Any:
-        async with self._client.stream("POST", path, json=body, headers={"accept": NDJSON}, timeout=None) as response:
-            if not response.is_success:
-                await response.aread()
-                raise _error(response)
-            last: dict[str, Any] = {}
-            async for line in response.aiter_lines():
-                event = json.loads(line)
-                if event["event"] in ("result", "error"):
-                    last = event  # nothing follows, but the stream is read to its end
-                else:
-                    on_event(event)
+        last: dict[str, Any] = {}
+        try:
+            async with self._client.stream(
+                "POST", path, json=body, headers={"accept": NDJSON}, timeout=None
+            ) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise _error(response)
+                async for line in response.aiter_lines():
+                    event = json.loads(line)
+                    if event["event"] in ("result", "error"):
+                        last = event  # nothing follows, but the stream is read to its end
+                    else:
+                        on_event(event)
+        except httpx.TransportError as error:
+            raise _unreachable(error, self.base_url) from error
         if "result" in last:
             return last["result"]
         last = last or {"status": 502, "error": "the answer ended early", "code": "transfer_error"}
@@ -199,3 +227,11 @@ def _error(response: httpx.Response) -> ControllerError:
     except ValueError:
         body = response.text
     return ControllerError(response.status_code, body, str(response.url))
+
+
+def _unreachable(error: httpx.TransportError, url: str) -> ControllerError:
+    """No answer at all: status 503 if nobody is there, 504 if it took too long."""
+    late = isinstance(error, httpx.TimeoutException)
+    words = f"{url} did not answer in time" if late else f"{url} cannot be reached: {error or type(error).__name__}"
+    body = {"error": words, "code": "daemon_unreachable", "hint": "is it running? start it with: forkd daemon"}
+    return ControllerError(504 if late else 503, body, url)

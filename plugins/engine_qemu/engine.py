@@ -114,7 +114,7 @@ class QemuEngine:
             await qmp.negotiate()
         except OSError as error:
             raise MachineGone(f"VMM {pid} of {slot.id} does not answer: {error}") from error
-        return QemuMachine(process, qmp, agent, slot, _ram_path(pid))
+        return QemuMachine(process, qmp, agent, slot, *_ram(pid))
 
 
 def _minor(version: str) -> str:
@@ -129,9 +129,11 @@ def _cpu_model() -> str:
     return "unknown"
 
 
-def _ram_path(pid: int) -> str:
+def _ram(pid: int) -> tuple[str, int | None]:
+    """What guest RAM maps, and its size: the path may lead nowhere any more, if it was a descriptor of a dead owner."""
     with open(f"/proc/{pid}/cmdline", "rb") as source:
         for word in source.read().decode(errors="replace").split("\0"):
             if word.startswith("memory-backend-file,"):
-                return word.partition("mem-path=")[2].replace(",,", ",")
-    return BOOT_RAM
+                size = word.partition("size=")[2].partition(",")[0]
+                return word.partition("mem-path=")[2].replace(",,", ","), int(size)
+    return BOOT_RAM, None

@@ -27,12 +27,21 @@ NOTICE = "info: QEMU waiting for connection"
 class QemuMachine:
     """A running QEMU. Its working directory is its slot, by which ``forkd cleanup`` finds it if all else is lost."""
 
-    def __init__(self, process: ProcessHandle, qmp: Qmp, agent: trio.SocketStream, slot: Slot, ram: str) -> None:
+    def __init__(
+        self,
+        process: ProcessHandle,
+        qmp: Qmp,
+        agent: trio.SocketStream,
+        slot: Slot,
+        ram: str,
+        ram_size: int | None = None,
+    ) -> None:
         self._process = process
         self._qmp = qmp
         self._agent = agent
         self._slot = slot
         self._ram = ram
+        self._ram_size = ram_size
 
     @property
     def pid(self) -> int:
@@ -59,7 +68,7 @@ class QemuMachine:
     def ram(self) -> list[RamRegion]:
         """Guest RAM is one private mapping; the kernel may show it in pieces."""
         try:
-            return [RamRegion(*region) for region in find_ram(self.pid, self._ram)]
+            return [RamRegion(*region) for region in find_ram(self.pid, self._ram, self._ram_size)]
         except OSError as error:
             raise MachineGone(f"VMM {self.pid} has no RAM mapping to read: {error}") from error
 

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
 import trio
 
 from forkd.config import load_settings
@@ -54,7 +53,7 @@ async def end(controller: AsyncController, children: list[str]) -> None:
 async def main() -> None:
     report: dict[str, object] = {}
     async with hosted_app() as transport:
-        controller = AsyncController(httpx.AsyncClient(transport=transport, base_url="http://forkd", timeout=None))
+        controller = AsyncController("http://forkd", timeout=None, transport=transport)
         for count, turns in ((1, 7), (10, 3), (100, 1)):
             floors, ours = [], []
             for _ in range(turns):

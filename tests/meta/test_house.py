@@ -76,3 +76,16 @@ def test_files_stay_small_or_give_a_reason() -> None:
 def test_the_snapshot_schema_is_the_one_the_code_reads() -> None:
     written = json.loads((ROOT / "specs/schemas/snapshot.json").read_text())
     assert written == msgspec.json.schema(Snapshot), "run build/schemas.py"
+
+
+def test_every_route_says_what_it_takes_and_gives() -> None:
+    import importlib
+    import pkgutil
+
+    from forkd.daemon import routes as package
+    from forkd.daemon.api import ApiRoute
+
+    for found in pkgutil.iter_modules(package.__path__):
+        for route in importlib.import_module(f"{package.__name__}.{found.name}").routes:
+            assert isinstance(route, ApiRoute), f"{route.path} in {found.name} is not declared with forkd.daemon.api"
+            assert (route.endpoint.__doc__ or "").strip(), f"{route.path}: the handler has no docstring"

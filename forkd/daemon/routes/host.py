@@ -7,15 +7,16 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from forkd import __version__
+from forkd.daemon.api import route
 from forkd.daemon.progress import with_progress
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, read_body, reply
-from forkd.ops.cleanup import cleanup
+from forkd.ops.cleanup import Leftover, cleanup
 from forkd.ops.doctor import doctor
 from forkd.ops.setup import setup
+from forkd.specs.errors import BuildFailed, HostNotReady, NoSpace
 from forkd.specs.requests import Cleanup, Setup
 
 
@@ -57,10 +58,18 @@ async def get_doctor(request: Request) -> Response:
 
 
 routes = [
-    Route("/healthz", healthz, methods=["GET"]),
-    Route("/version", version, methods=["GET"]),
-    Route("/v1/plugins", plugins, methods=["GET"]),
-    Route("/v1/setup", post_setup, methods=["POST"]),
-    Route("/v1/doctor", get_doctor, methods=["GET"]),
-    Route("/v1/cleanup", post_cleanup, methods=["POST"]),
+    route("GET", "/healthz", healthz, {200: dict[str, bool]}),
+    route("GET", "/version", version, {200: dict[str, str]}),
+    route("GET", "/v1/plugins", plugins, {200: list[dict[str, Any]]}),
+    route(
+        "POST",
+        "/v1/setup",
+        post_setup,
+        {200: dict[str, Any]},
+        body=Setup,
+        events="only",
+        errors=(HostNotReady, BuildFailed, NoSpace),
+    ),
+    route("GET", "/v1/doctor", get_doctor, {200: list[dict[str, Any]]}),
+    route("POST", "/v1/cleanup", post_cleanup, {200: list[Leftover]}, body=Cleanup),
 ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from forkd.daemon.api import IN_SANDBOX, ErrorBody, route
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, error_body, read_body, reply, wants_stream
 from forkd.ops import execute
@@ -16,8 +17,32 @@ from forkd.ops.branch import branch
 from forkd.ops.fork import ForkOptions, fork
 from forkd.ops.stats import stats as measure
 from forkd.sandbox import end_sandbox
-from forkd.specs.errors import ForkdError
+from forkd.specs.errors import (
+    BadInput,
+    CaptureFailed,
+    Conflict,
+    EngineError,
+    ForkdError,
+    HostNotReady,
+    NoSpace,
+    SnapshotNotFound,
+)
+from forkd.specs.models import EvalResult, ExecResult, SandboxInfo, SnapshotInfo
 from forkd.specs.requests import BranchRequest, CreateSandboxes, EvalRequest, ExecRequest
+
+
+class FailedChild(ErrorBody, kw_only=True):
+    """One child of a spawn that did not come up, and why."""
+
+    index: int
+    status: int
+
+
+class PartialSpawn(msgspec.Struct, kw_only=True):
+    """The answer when only some children came up."""
+
+    sandboxes: list[SandboxInfo]
+    failed: list[FailedChild]
 
 
 async def index(request: Request) -> Response:
@@ -26,7 +51,7 @@ async def index(request: Request) -> Response:
 
 
 async def create(request: Request) -> Response:
-    """Fork children. If only some came up the answer has those, and ``X-Forkd-Failed`` counts the others."""
+    """Fork children. If only some came up the answer has those, and why the others did not."""
     body = await read_body(request, CreateSandboxes)
     options = ForkOptions(
         memory_backend="memfd" if body.live_fork else "file",
@@ -40,8 +65,8 @@ async def create(request: Request) -> Response:
         assert failed[0].error is not None
         raise failed[0].error
     if failed:
-        problems = [{"index": child.index, **_told(child.error)} for child in failed if child.error]
-        return reply({"sandboxes": rows, "failed": problems}, 207)
+        problems = [_failed_child(child.index, child.error) for child in failed if child.error]
+        return reply(PartialSpawn(sandboxes=rows, failed=problems), 207)
     return reply(rows, 201)
 
 
@@ -95,19 +120,34 @@ async def stats(request: Request) -> Response:
     return reply(await measure(runtime_of(request), request.path_params["id"]))
 
 
-def _told(error: ForkdError) -> dict[str, Any]:
+def _failed_child(index: int, error: ForkdError) -> FailedChild:
     body, status = error_body(error)
-    return {**body, "status": status}
+    return FailedChild(index=index, status=status, **body)
 
 
+ID = "/v1/sandboxes/{id}"
 routes = [
-    Route("/v1/sandboxes", index, methods=["GET"]),
-    Route("/v1/sandboxes", create, methods=["POST"]),
-    Route("/v1/sandboxes/{id}", get, methods=["GET"]),
-    Route("/v1/sandboxes/{id}", delete, methods=["DELETE"]),
-    Route("/v1/sandboxes/{id}/exec", run, methods=["POST"]),
-    Route("/v1/sandboxes/{id}/eval", evaluate, methods=["POST"]),
-    Route("/v1/sandboxes/{id}/branch", capture, methods=["POST"]),
-    Route("/v1/sandboxes/{id}/ping", ping, methods=["POST"]),
-    Route("/v1/sandboxes/{id}/stats", stats, methods=["GET"]),
+    route("GET", "/v1/sandboxes", index, {200: list[SandboxInfo]}),
+    route(
+        "POST",
+        "/v1/sandboxes",
+        create,
+        {201: list[SandboxInfo], 207: PartialSpawn},
+        body=CreateSandboxes,
+        errors=(BadInput, SnapshotNotFound, Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
+    ),
+    route("GET", ID, get, {200: SandboxInfo}, errors=IN_SANDBOX),
+    route("DELETE", ID, delete, {204: None}, errors=IN_SANDBOX),
+    route("POST", f"{ID}/exec", run, {200: ExecResult}, body=ExecRequest, events=True, errors=(BadInput, *IN_SANDBOX)),
+    route("POST", f"{ID}/eval", evaluate, {200: EvalResult}, body=EvalRequest, errors=(BadInput, *IN_SANDBOX)),
+    route(
+        "POST",
+        f"{ID}/branch",
+        capture,
+        {201: SnapshotInfo, 202: SnapshotInfo},
+        body=BranchRequest,
+        errors=(BadInput, Conflict, CaptureFailed, NoSpace, *IN_SANDBOX),
+    ),
+    route("POST", f"{ID}/ping", ping, {200: dict[str, Any]}, errors=IN_SANDBOX),
+    route("GET", f"{ID}/stats", stats, {200: dict[str, Any]}, errors=IN_SANDBOX),
 ]

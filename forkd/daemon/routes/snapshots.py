@@ -8,8 +8,8 @@ from typing import Any
 import trio
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from forkd.daemon.api import OF_SNAPSHOT, route
 from forkd.daemon.progress import with_progress
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, query_flag, read_body, reply, wants_stream
@@ -19,6 +19,17 @@ from forkd.ops.describe import describe, get_snapshot, list_snapshots
 from forkd.ops.lineage import compact, snapshot_lineage
 from forkd.ops.parent import create_parent
 from forkd.ops.remove import remove_snapshot
+from forkd.specs.errors import (
+    BadInput,
+    BuildFailed,
+    Conflict,
+    EngineError,
+    GuestError,
+    GuestTimeout,
+    HostNotReady,
+    NoSpace,
+)
+from forkd.specs.models import SnapshotInfo
 from forkd.specs.requests import BuildRootfs, Compact, CreateSnapshot
 
 
@@ -81,12 +92,36 @@ async def rootfs(request: Request) -> Response:
     return EventStream(work)
 
 
+TAG = "/v1/snapshots/{tag}"
 routes = [
-    Route("/v1/snapshots", index, methods=["GET"]),
-    Route("/v1/snapshots", create, methods=["POST"]),
-    Route("/v1/snapshots/{tag}", get, methods=["GET"]),
-    Route("/v1/snapshots/{tag}", delete, methods=["DELETE"]),
-    Route("/v1/snapshots/{tag}/info", info, methods=["GET"]),
-    Route("/v1/snapshots/{tag}/compact", flatten, methods=["POST"]),
-    Route("/v1/rootfs", rootfs, methods=["POST"]),
+    route("GET", "/v1/snapshots", index, {200: list[SnapshotInfo]}),
+    route(
+        "POST",
+        "/v1/snapshots",
+        create,
+        {201: SnapshotInfo},
+        body=CreateSnapshot,
+        events=True,
+        errors=(BadInput, Conflict, HostNotReady, NoSpace, BuildFailed, EngineError, GuestError, GuestTimeout),
+    ),
+    route("GET", TAG, get, {200: SnapshotInfo}, errors=(*OF_SNAPSHOT, Conflict)),
+    route(
+        "DELETE",
+        TAG,
+        delete,
+        {204: None},
+        query={"cascade": bool, "force": bool},
+        errors=(*OF_SNAPSHOT, Conflict),
+    ),
+    route("GET", f"{TAG}/info", info, {200: dict[str, Any]}, errors=(*OF_SNAPSHOT, Conflict)),
+    route("POST", f"{TAG}/compact", flatten, {200: SnapshotInfo}, body=Compact, errors=(*OF_SNAPSHOT, Conflict)),
+    route(
+        "POST",
+        "/v1/rootfs",
+        rootfs,
+        {200: dict[str, Any]},
+        body=BuildRootfs,
+        events="only",
+        errors=(BadInput, BuildFailed, HostNotReady, NoSpace),
+    ),
 ]

@@ -1,0 +1,120 @@
+"""What the daemon is told: flags, environment and a TOML file into one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forkd.specs.errors import BadInput
+
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """Where to listen, who may come in, what to write down. ``bind`` or ``socket`` may be "none"."""
+
+    bind: str = "127.0.0.1:8889"
+    socket: str = ""
+    token_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    audit_log: str = ""
+    branch_concurrency: int = 4
+    drain_secs: float = 30.0
+    end_sandboxes: bool = False
+
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of ``bind``; None if it is "none". Raises BadInput."""
+        if self.bind == NONE:
+            return None
+        host, colon, port = self.bind.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not colon or not port.isdigit() or int(port) > 65535:
+            raise BadInput(f"bind {self.bind!r} is not HOST:PORT", hint="for example 127.0.0.1:8889, or none")
+        return host or "0.0.0.0", int(port)
+
+    def loopback(self) -> bool:
+        """Whether only this host can reach the TCP port."""
+        address = self.address()
+        if address is None or address[0] == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(address[0]).is_loopback
+        except ValueError:
+            return False
+
+
+KINDS: dict[str, type[Any]] = {field.name: type(field.default) for field in dataclasses.fields(DaemonConfig)}
+EXPLAINED = {
+    "bind": "HOST:PORT for TCP, or none. Anything but a loopback address needs token_file.",
+    "socket": "Path of the unix socket (empty: forkd.sock in the data directory), or none. Its owner needs no token.",
+    "token_file": "File with one token a line, or NAME TOKEN; mode 600.",
+    "tls_cert": "PEM certificate; with tls_key TCP speaks https.",
+    "tls_key": "PEM key of the certificate.",
+    "audit_log": "File for one JSON line a request (empty: audit.log in the data directory), or none.",
+    "branch_concurrency": "How many branches may be captured at once.",
+    "drain_secs": "How long requests may finish when the daemon is stopped.",
+    "end_sandboxes": "Whether sandboxes end with the daemon; otherwise the next daemon adopts them.",
+}
+
+
+def load_config(path: str | None, flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> DaemonConfig:
+    """Defaults, then the file, then ``FORKD_…`` variables, then flags that are not None. Raises BadInput."""
+    env = os.environ if environ is None else environ
+    values: dict[str, Any] = _read(path) if path is not None else {}
+    for field in dataclasses.fields(DaemonConfig):
+        if text := env.get(f"FORKD_{field.name.upper()}"):
+            values[field.name] = _parse(field.name, text)
+    values.update({name: value for name, value in flags.items() if value is not None})
+    config = DaemonConfig(**values)
+    if config.branch_concurrency < 1:
+        raise BadInput("branch_concurrency is below 1")
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise BadInput("tls_cert and tls_key belong together", hint="give both, or neither")
+    config.address()
+    return config
+
+
+def template() -> str:
+    """A config file with every setting at its default, explained."""
+    import tomli_w
+
+    lines = ["# forkd daemon --config THIS_FILE. Environment (FORKD_BIND …) and flags win over it."]
+    for field in dataclasses.fields(DaemonConfig):
+        value = tomli_w.dumps({field.name: field.default}).rstrip()
+        lines += ["", f"# {EXPLAINED[field.name]}", f"# {value}"]
+    return "\n".join(lines) + "\n"
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise BadInput(f"config {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"config {path} is not TOML: {error}") from error
+    for name, value in values.items():
+        if name not in KINDS:
+            raise BadInput(f"config {path}: there is no setting {name!r}", hint=f"there are: {', '.join(KINDS)}")
+        if KINDS[name] is float and type(value) is int:
+            values[name] = float(value)
+        elif type(value) is not KINDS[name]:
+            raise BadInput(f"config {path}: {name} must be a {KINDS[name].__name__}")
+    return values
+
+
+def _parse(name: str, text: str) -> Any:
+    kind: type[Any] = KINDS[name]
+    try:
+        if kind is bool:
+            return {"0": False, "false": False, "1": True, "true": True}[text.lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        raise BadInput(f"FORKD_{name.upper()}={text!r} is not a {kind.__name__}") from None

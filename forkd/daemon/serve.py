@@ -1,0 +1,142 @@
+"""The daemon: the app served on TCP and on a unix socket until it is told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import trio
+from hypercorn.config import Config, Sockets
+from hypercorn.trio.run import worker_serve
+from hypercorn.utils import wrap_app
+
+from forkd.config import Settings
+from forkd.daemon.app import make_app
+from forkd.daemon.config import NONE, DaemonConfig
+from forkd.ops.adopt import adopt_all
+from forkd.runtime import Runtime, open_runtime
+from forkd.sandbox import end_sandbox
+from forkd.specs.errors import BadInput, Conflict, HostNotReady
+
+log = logging.getLogger("forkd")
+Say = Callable[[str], None]
+
+
+async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None:
+    """Serve until SIGTERM or SIGINT; ``say`` gets the lines a person wants to see. Raises before it serves."""
+    if not config.loopback() and not config.token_file:
+        raise BadInput(
+            f"binding to {config.bind} would let anybody who reaches this host run things",
+            hint="give --token-file, or bind to 127.0.0.1",
+        )
+    async with open_runtime(settings, daemon=True) as runtime:
+        with _sockets(settings, config) as sockets, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            await adopt_all(runtime)
+            for where in _where(settings, config, sockets):
+                say(f"listening on {where}")
+            say(f"stop it with Ctrl-C or: kill {os.getpid()}")
+
+            async def until_signal() -> None:
+                async for number in signals:
+                    log.info("stopping on %s", signal.Signals(number).name)
+                    return
+
+            served = wrap_app(cast(Any, make_app(runtime)), 0, "asgi")
+            await worker_serve(served, _http(config), sockets=sockets, shutdown_trigger=until_signal)
+        await _leave(runtime, config, say)
+
+
+async def _leave(runtime: Runtime, config: DaemonConfig, say: Say) -> None:
+    sandboxes = list(runtime.sandboxes.values())
+    if config.end_sandboxes:
+        async with trio.open_nursery() as nursery:
+            for sandbox in sandboxes:
+                nursery.start_soon(end_sandbox, sandbox)
+    elif sandboxes:
+        say(f"{len(sandboxes)} sandboxes go on; the next daemon adopts them (forkd cleanup --yes ends them)")
+
+
+def _http(config: DaemonConfig) -> Config:
+    http = Config()
+    http.errorlog = logging.getLogger("forkd.http")
+    http.graceful_timeout = config.drain_secs
+    http.keep_alive_timeout = 75.0  # longer than clients keep idle connections, so that they close first
+    http.keep_alive_max_requests = 1 << 62
+    http.include_server_header = False
+    http.certfile = config.tls_cert or None
+    http.keyfile = config.tls_key or None
+    return http
+
+
+@contextmanager
+def _sockets(settings: Settings, config: DaemonConfig) -> Iterator[Sockets]:
+    """Listening sockets, closed on leaving; the unix socket's file goes too."""
+    made: list[socket.socket] = []
+    path = None if config.socket == NONE else Path(config.socket or settings.socket)
+    try:
+        tcp = [_listen_tcp(config)] if config.address() is not None else []
+        made += tcp
+        unix = [_listen_unix(path)] if path is not None else []
+        made += unix
+        if not made:
+            raise BadInput("there is nothing to listen on", hint="give --bind or --socket")
+        secure = tcp if config.tls_cert else []
+        yield Sockets(secure, [sock for sock in made if sock not in secure], [])
+    finally:
+        for sock in made:
+            sock.close()
+        if path is not None and made:
+            path.unlink(missing_ok=True)
+
+
+def _listen_tcp(config: DaemonConfig) -> socket.socket:
+    address = config.address()
+    assert address is not None
+    try:
+        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.create_server(address, family=family, backlog=1024)
+    except OSError as error:
+        raise HostNotReady(
+            f"cannot listen on {config.bind}: {error.strerror or error}", hint="another --bind, or --bind none"
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    """A socket only its owner may use. One that an earlier daemon left is replaced; the slot lock says it is dead."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+        raise Conflict(f"{path} is not a socket", hint="give another --socket")
+    path.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    before = os.umask(0o177)
+    try:
+        sock.bind(f"/proc/self/fd/{directory}/{path.name}")  # the address stays short however deep the path is
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise HostNotReady(f"cannot listen on {path}: {error.strerror or error}") from error
+    finally:
+        os.umask(before)
+        os.close(directory)
+    sock.setblocking(False)
+    return sock
+
+
+def _where(settings: Settings, config: DaemonConfig, sockets: Sockets) -> Iterator[str]:
+    for sock in (*sockets.secure_sockets, *sockets.insecure_sockets):
+        if sock.family == socket.AF_UNIX:
+            yield f"{config.socket or settings.socket} (unix socket)"
+        else:
+            host, port = sock.getsockname()[:2]
+            scheme = "https" if config.tls_cert else "http"
+            yield f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

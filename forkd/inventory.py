@@ -1,0 +1,123 @@
+"""The inventory: what the daemon runs, written down so that another daemon process can take it over."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from forkd.linux.process import start_time
+from forkd.specs.errors import Conflict
+from forkd.specs.models import SandboxInfo, Snapshot
+
+if TYPE_CHECKING:
+    from forkd.sandbox import Sandbox
+
+VERSION = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS sandboxes (
+    id TEXT PRIMARY KEY, pid INTEGER NOT NULL, starttime INTEGER NOT NULL, source TEXT NOT NULL, info TEXT NOT NULL
+) STRICT;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sandbox as last written down: its VMM, the manifest of the snapshot it came from, what the API showed."""
+
+    id: str
+    pid: int
+    starttime: int
+    source: Snapshot
+    info: SandboxInfo
+
+
+class Inventory(Protocol):
+    """Where running sandboxes are written down."""
+
+    def save(self, sandbox: Sandbox) -> None:
+        """Write down a sandbox that is up, or whose ``info`` has changed. Quick enough to call from a task."""
+
+    def remove(self, sandbox_id: str) -> None:
+        """Forget a sandbox of which nothing is left."""
+
+    def rows(self) -> list[Row]:
+        """Every sandbox written down, oldest first."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class NoInventory:
+    """For a process whose sandboxes end with it: there is nothing to remember."""
+
+    def save(self, sandbox: Sandbox) -> None:
+        """Nothing."""
+
+    def remove(self, sandbox_id: str) -> None:
+        """Nothing."""
+
+    def rows(self) -> list[Row]:
+        """None."""
+        return []
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class SqliteInventory:
+    """One file, written ahead (WAL): a killed process loses nothing it has written, and never half a row.
+
+    Rows need not survive a power cut, which no machine survives either, so no write waits for the disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path, isolation_level=None)
+        path.chmod(0o600)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        found = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if found not in (0, VERSION):
+            self._db.close()
+            raise Conflict(f"{path} has version {found}; this forkd reads {VERSION}", hint="use a newer forkd")
+        self._db.executescript(_TABLES)
+        self._db.execute(f"PRAGMA user_version={VERSION}")
+
+    def save(self, sandbox: Sandbox) -> None:
+        """Insert or replace its row; one without a snapshot (a parent being made) is nobody's to adopt."""
+        if sandbox.source is None:
+            return
+        values = (
+            sandbox.id,
+            sandbox.machine.pid,
+            start_time(sandbox.machine.pid),
+            msgspec.json.encode(sandbox.source.manifest).decode(),
+            msgspec.json.encode(sandbox.info).decode(),
+        )
+        self._db.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?, ?)", values)
+
+    def remove(self, sandbox_id: str) -> None:
+        """Delete its row."""
+        self._db.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
+
+    def rows(self) -> list[Row]:
+        """Every sandbox written down, oldest first."""
+        found = self._db.execute("SELECT id, pid, starttime, source, info FROM sandboxes ORDER BY rowid").fetchall()
+        return [
+            Row(
+                sandbox_id,
+                pid,
+                starttime,
+                msgspec.json.decode(source, type=Snapshot),
+                msgspec.json.decode(info, type=SandboxInfo),
+            )
+            for sandbox_id, pid, starttime, source, info in found
+        ]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
