@@ -9,6 +9,7 @@ want mmdebstrap mmdebstrap
 want mkfs.ext4 e2fsprogs
 want dpkg-deb dpkg
 want setpriv util-linux
+want docker-registry docker-registry
 ${PYTHON:-python3} -c 'import ensurepip' 2>/dev/null || need="$need python3-venv"
 ${PYTHON:-python3} -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "forkd needs Python 3.11 or newer; ${PYTHON:-python3} is $(${PYTHON:-python3} -V)" >&2

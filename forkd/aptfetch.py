@@ -31,12 +31,25 @@ async def resolve_dependency(package: str, pattern: str) -> str:
     return found
 
 
-async def download(packages: Sequence[str], into: Path, progress: Progress) -> None:
+async def libraries_of(packages: Sequence[str]) -> list[str]:
+    """The library packages these packages say they need. Raises HostNotReady, ToolMissing."""
+    try:
+        lines = await _run(["apt-cache", "depends", *packages])
+    except CommandFailed as error:
+        raise HostNotReady(f"apt knows no packages {' and '.join(packages)}: {error}") from error
+    return sorted(
+        {match[1] for line in lines if (match := re.fullmatch(r"\s+(?:Pre)?Depends: ((?:lib|zlib)\S+)", line))}
+    )
+
+
+async def download(
+    packages: Sequence[str], into: Path, progress: Progress, *, what: str = "the guest kernel", hint: str = OWN_KERNEL
+) -> None:
     """Put the packages' ``.deb`` files into the directory ``into``, checked by apt against its signed lists."""
 
     def on_line(line: str) -> None:
         if done := _DOWNLOADED.match(line):
-            progress("fetching the guest kernel", float(done[1]) / 100)
+            progress(f"fetching {what}", float(done[1]) / 100)
 
     # As root, apt would fetch as a user that cannot write here, and say so at length.
     options = ["-q", "-o", "APT::Status-Fd=1", "-o", "APT::Sandbox::User=root"]
@@ -50,7 +63,7 @@ async def download(packages: Sequence[str], into: Path, progress: Progress) -> N
         try:
             await _run(argv, into, on_line)
         except CommandFailed as error:
-            raise HostNotReady(failure + problem, hint=f"check the network, or {OWN_KERNEL}") from error
+            raise HostNotReady(failure + problem, hint=f"check the network, or {hint}") from error
 
 
 async def unpack(archives: Sequence[Path], into: Path) -> None:

@@ -40,6 +40,7 @@ DEFAULT_PLUGINS = (
     "forkd.plugins.branch_live",
     "forkd.plugins.rootfs_debian",
     "forkd.plugins.rootfs_dir",
+    "forkd.plugins.rootfs_oci",
 )
 
 
@@ -76,7 +77,7 @@ class Plugins:
         known = ", ".join(self.rootfs_builders)
         raise BadInput(
             f"no rootfs builder understands image {reference!r}",
-            hint=f"builders here: {known}; try debian:bookworm, or the path of a directory or tar file",
+            hint=f"builders here: {known}; try debian:bookworm, oci://HOST/NAME:TAG, or the path of a directory",
         )
 
     def observe(self, event: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import collections
 import errno
 import fcntl
 import gc
+import grp
 import heapq
 import json
 import os
@@ -28,6 +29,7 @@ VERSION = "1.1"
 PROTOCOL = 1
 PORT_NAME = "forkd.agent"
 RECIPE = "/etc/forkd-recipe.env"
+IMAGE = "/.forkd/image.json"
 
 HEADER = struct.Struct(">IBI")
 U32 = struct.Struct(">I")
@@ -470,7 +472,7 @@ class Kept:
 
 
 class Account:
-    """A user of the guest, by name, ``uid`` or ``uid:gid``."""
+    """A user of the guest: a name or number, and a group's name or number behind a colon where it is another."""
 
     def __init__(self, user):
         uid, _, gid = user.partition(":")
@@ -478,7 +480,11 @@ class Account:
             entry = pwd.getpwuid(int(uid)) if uid.isdigit() else pwd.getpwnam(uid)
         except (KeyError, OverflowError):
             entry = None
-        if entry is None and not uid.isdigit() or gid and not gid.isdigit() or user.endswith(":"):
+        try:
+            gid = gid if not gid or gid.isdigit() else str(grp.getgrnam(gid).gr_gid)
+        except KeyError:
+            raise Refusal("unknown_user", "there is no group %s" % gid)
+        if entry is None and not uid.isdigit() or user.endswith(":"):
             raise Refusal("unknown_user", "there is no user %s" % user)
         self.name = entry.pw_name if entry else uid
         self.home = entry.pw_dir if entry else "/"
@@ -524,7 +530,7 @@ class Exec(Stream):
             self.started({"pid": self.pid})
 
     def spawn(self, request):
-        user = take(request, "user", str)
+        user = take(request, "user", str, self.agent.user)
         account = Account(user) if user is not None else None
         env = {} if take(request, "clear_env", bool) else dict(os.environ, **self.agent.env)
         if account is not None:
@@ -533,7 +539,7 @@ class Exec(Stream):
         if size is not None:
             env.setdefault("TERM", "xterm-256color")
         env.update(take_env(request))
-        cwd = take(request, "cwd", str, "/")
+        cwd = take(request, "cwd", str, self.agent.workdir)
         if not os.path.isdir(cwd):
             raise Refusal("bad_cwd", "there is no directory %s" % cwd)
         mine, theirs = [], []
@@ -1553,6 +1559,8 @@ class Agent:
         self.is_socket = is_socket
         self.loop = Loop()
         self.env = {}
+        self.workdir = "/"
+        self.user = None
         self.streams = {}
         self.procs = {}
         self.ended = collections.OrderedDict()  # commands that ended with nobody listening
@@ -1901,6 +1909,15 @@ class Agent:
             if worker.problem or not worker.ready:
                 self.notes.append(worker.problem or "%s was not ready in time" % worker.argv[0])
         self.numpy = interpreter.hello.get("numpy") or self.numpy
+
+    def furnish(self, image):
+        """Take the image's own defaults for commands: environment, working directory, user."""
+        os.environ.update(take_env(image))
+        workdir, user = take(image, "workdir", str, "/"), take(image, "user", str, "root")
+        if os.path.isdir(workdir):
+            self.workdir = workdir
+        if user not in ("root", "0", "0:0", "root:root"):
+            self.user = user
 
     def recipe_value(self, recipe, key, convert, default):
         if not recipe.get(key):
@@ -2257,6 +2274,15 @@ def read_recipe(path):
     return recipe
 
 
+def read_image(path):
+    """What the image says about its processes, as forkd wrote it when it built the disk."""
+    try:
+        with open(path, "rb") as file:
+            return parse_object(file.read())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
 def find_port():
     """The device of the virtio-serial port named forkd.agent; waits for the kernel's word that it appeared."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 15) as events:  # NETLINK_KOBJECT_UEVENT
@@ -2296,6 +2322,7 @@ def main(argv):
         archive(*argv)
         return
     flags = {"--no-host-effects": False, "--fd": None, "--port": None, "--sync": None, "--recipe": RECIPE}
+    flags["--image"] = IMAGE
     words = iter(argv)
     for word in words:
         if word not in flags:
@@ -2316,6 +2343,10 @@ def main(argv):
     machine = RecordingMachine() if flags["--no-host-effects"] else Machine()
     agent = Agent(fd, bytes.fromhex(flags["--sync"] or find_sync()), machine, is_socket)
     agent.catch_signals()
+    try:
+        agent.furnish(read_image(flags["--image"]))
+    except (Refusal, OSError, ValueError) as error:
+        agent.notes.append("%s is not understood: %s" % (flags["--image"], error))
     agent.warm(read_recipe(flags["--recipe"]))
     agent.rehearse()
     agent.serve()

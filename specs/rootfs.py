@@ -21,11 +21,12 @@ class ImageRequest:
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """What an image says about running its processes; used as defaults of ``exec``."""
+    """What an image says about its processes: defaults of ``exec``, and the ``command`` it would start itself."""
 
     env: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
     user: str = "root"
+    command: tuple[str, ...] = ()
 
 
 class RootfsBuilder(Protocol):

@@ -34,10 +34,12 @@ def command(
 ) -> None:
     """Build a rootfs from IMAGE, boot it, warm it and capture it as a snapshot.
 
-    IMAGE is debian:SUITE, or the path of a directory or tar file.
+    IMAGE is debian:SUITE, an image of any registry (python:3.12-slim, oci://HOST/NAME:TAG), or the path of a
+    directory or tar file. An image without Python is given one, for the agent, outside its own paths.
 
     \b
     forkd from-image debian:bookworm --tag py --extra python3-numpy
+    forkd from-image oci://localhost:5000/app:v1 --tag app
     """
     fields = {
         "image": local_reference(image),

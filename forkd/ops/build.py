@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trio
 
-from forkd import diskimage
+from forkd import diskimage, furnish
 from forkd.runtime import Progress, Runtime
 from forkd.specs.errors import BadInput
 from forkd.specs.models import FileRef
@@ -37,6 +37,7 @@ async def build_rootfs(
         tree = work / "tree"
         tree.mkdir()
         config = await builder.build(request, tree, progress)
+        await furnish.furnish(tree, config, runtime.settings.data_dir, progress)
         progress("writing the disk image", None)
         await diskimage.make_ext4(tree, out, size_mib, label="forkd-rootfs")
         await trio.to_thread.run_sync(remove_tree, tree)
