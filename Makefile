@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow setup deps lint unit vm bench clean
+.PHONY: demo test test-slow setup deps lint unit vm binary test-binary bench clean
 
 demo: setup
 	$(BIN)/forkd quickstart -n 10
@@ -36,6 +36,15 @@ vm: setup
 
 test-slow: setup  ## minutes each: soaks, thousands of clones
 	$(BIN)/python -m pytest -q -m slow
+
+binary: dist/forkd  ## one file that does everything, with its checksums and bill of materials
+
+dist/forkd: $(READY) $(shell find -L forkd packaging/forkd.spec build -name '*.py' -o -name '*.spec' -o -name '*.md' -o -name '*.json')
+	$(BIN)/pyinstaller --noconfirm --log-level WARN --workpath .work/pyinstaller --distpath dist packaging/forkd.spec
+	cd dist && sha256sum forkd forkd.cdx.json > SHA256SUMS
+
+test-binary: dist/forkd  ## the CLI and VM cases again, on the binary
+	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q tests/binary tests/vm tests/unit/cli
 
 bench: setup
 	$(BIN)/python tests/bench/fork.py

@@ -18,14 +18,17 @@ from forkd.sdk.async_controller import AsyncController
 ROOT = Path(__file__).parents[1]
 PARENT = "python-numpy"
 Forkd = Callable[..., "subprocess.CompletedProcess[str]"]
+BINARY = os.environ.get("FORKD_TEST_BINARY")
+FORKD = [str(Path(BINARY).absolute())] if BINARY else [sys.executable, "-m", "forkd"]
+"""The CLI under test: from source, or the binary FORKD_TEST_BINARY names."""
 
 
 def run_forkd(
     data_dir: Path, *args: str, env: dict[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run the CLI from source on ``data_dir``."""
+    """Run the CLI under test on ``data_dir``."""
     return subprocess.run(
-        [sys.executable, "-m", "forkd", *args],
+        [*FORKD, *args],
         env={**os.environ, "FORKD_DATA_DIR": str(data_dir), **(env or {})},
         capture_output=True,
         text=True,

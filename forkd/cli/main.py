@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from forkd import __version__
+from forkd import __version__, frozen
 from forkd.cli.common import daemon_options
 
 VERBS = {
@@ -74,8 +74,20 @@ def foreign_verbs() -> dict[str, tuple[str, str]]:
     return {name: verb for name, verb in commands.items() if name not in VERBS}
 
 
+def print_version(context: click.Context, option: click.Parameter, wanted: bool) -> None:
+    """Version and commit; the binary also says what is inside."""
+    if not wanted or context.resilient_parsing:
+        return
+    info = frozen.build_info()
+    click.echo(f"forkd {__version__} (commit {info['commit']}, Python {info['python']})")
+    if info["packages"]:
+        click.echo("with " + ", ".join(f"{name} {version}" for name, version in info["packages"].items()))
+        click.echo("plugins " + ", ".join(info["plugins"]))
+    context.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="forkd")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=print_version, help="Version.")
 def cli() -> None:
     """Boot a microVM once, warm it, fork children that share its memory.
 
@@ -85,6 +97,10 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: broken pipes and Ctrl-C end quietly, as people expect."""
+    frozen.start()
+    if sys.argv[1:2] == [frozen.RUN_MODULE]:
+        frozen.run_module(sys.argv[2], sys.argv[3:])
+        return
     try:
         cli(prog_name="forkd")
     except BrokenPipeError:

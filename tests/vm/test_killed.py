@@ -7,12 +7,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import FORKD
 
 pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
@@ -22,7 +23,7 @@ Forkd = Callable[..., "subprocess.CompletedProcess[str]"]
 def kill_after(data_dir: Path, seconds: float, *args: str) -> None:
     """Run the CLI and kill it, and only it, after a while."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "forkd", *args],
+        [*FORKD, *args],
         env={**os.environ, "FORKD_DATA_DIR": str(data_dir)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

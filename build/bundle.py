@@ -1,0 +1,173 @@
+"""What goes into dist/forkd besides what imports lead to, and the papers that travel with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+WHOLE_PACKAGES = ("forkd.cli", "forkd.daemon", "forkd.ops", "forkd.sdk", "forkd.testing", "forkd.specs", "forkd.linux")
+"""Ours, whole: foreign plugins may import what is public, and verbs import late."""
+
+EXCLUDED = [
+    *("tkinter", "_tkinter", "turtle", "turtledemo", "idlelib", "lib2to3", "ensurepip", "venv", "test", "pydoc_data"),
+    *("distutils", "setuptools", "pkg_resources", "pip", "PyInstaller", "mypy", "pytest", "_pytest", "hypothesis"),
+    *(
+        "antigravity",
+        "this",
+        "numpy",
+        "curses",
+        "_curses",
+        "_curses_panel",
+        "sqlite3",
+        "_sqlite3",
+        "dbm",
+        "nis",
+        "ossaudiodev",
+    ),
+    *("pygments", "uvloop", "IPython", "pycparser", "zstandard._cffi", "zstandard.backend_cffi"),
+]
+"""Not worth their weight, or only here because a developer's environment has them."""
+
+BULKY = ("cryptography/hazmat/bindings/_rust",)
+"""Unpacked at every start, needed by few verbs: inflating these would cost more time than storing them costs space."""
+COMPRESSION = {"BINARY": True, "DATA": True, "PYSOURCE": True, "PYMODULE": True, "EXTENSION": False, "PYZ": False}
+
+DATA = ("guest", "specs/schemas", "specs/formats", "docs")
+
+
+def standard_library() -> list[str]:
+    """All of the standard library but what is excluded: a foreign plugin may need any of it."""
+    left_out = {name.partition(".")[0] for name in EXCLUDED}
+    return sorted(
+        name for name in sys.stdlib_module_names if name not in left_out and not name.startswith("_") and _exists(name)
+    )
+
+
+def _exists(name: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+def arranged(binaries: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Leave out what only line editing needs; store BULKY libraries as they are, which the type code decides."""
+    unwanted = ("libreadline", "libtinfo", "libncurses", "readline.")
+    return [
+        (name, source, "EXTENSION" if any(part in name for part in BULKY) else "BINARY")
+        for name, source, _ in binaries
+        if not Path(name).name.startswith(unwanted)
+    ]
+
+
+def data_files(root: Path) -> list[tuple[str, str]]:
+    """Guest files, schemas, formats and documents, each where the source tree has it below ``forkd``."""
+    found = []
+    for folder in DATA:
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                found.append((str(path), str(Path("forkd") / path.parent.relative_to(root))))
+    return found
+
+
+def write_build_info(root: Path, folder: Path) -> Path:
+    """``build.json``: commit, Python and the distributions inside. No time, so that equal sources give equal files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    from forkd.pluginmanager import DEFAULT_PLUGINS
+
+    info = {
+        "commit": commit(root),
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in runtime_distributions()},
+        "plugins": [name.rpartition(".")[2] for name in DEFAULT_PLUGINS],
+    }
+    path = folder / "build.json"
+    path.write_text(json.dumps(info, indent=1) + "\n")
+    return path
+
+
+def commit(root: Path) -> str:
+    """The commit of the source tree, with ``+changes`` if it is not that commit exactly; ``unknown`` without git."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def runtime_distributions() -> list[str]:
+    """The distributions forkd needs when it runs: its dependencies, and theirs."""
+    from packaging.requirements import Requirement
+
+    found: set[str] = set()
+    queue = ["forkd"]
+    while queue:
+        for text in metadata.requires(queue.pop()) or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                name = metadata.metadata(requirement.name)["Name"]
+                if name not in found:
+                    found.add(name)
+                    queue.append(name)
+    return sorted(found, key=str.lower)
+
+
+def write_sbom(root: Path, analysis: Any) -> None:
+    """``dist/forkd.cdx.json``: CycloneDX 1.5, every distribution and every native library in the binary."""
+    from forkd import __version__
+
+    components: list[dict[str, Any]] = [_python_component()]
+    components += [_distribution_component(name) for name in runtime_distributions()]
+    for name, source, _ in sorted(analysis.binaries):
+        if not name.startswith("python3") and ".cpython-" not in name and ".abi3." not in name and source:
+            components.append(_library_component(name, Path(source)))
+    sbom = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {
+            "component": {
+                "type": "application",
+                "name": "forkd",
+                "version": __version__,
+                "purl": f"pkg:pypi/forkd@{__version__}",
+                "properties": [{"name": "forkd:commit", "value": commit(root)}],
+            }
+        },
+        "components": components,
+    }
+    (root / "dist").mkdir(exist_ok=True)
+    (root / "dist" / "forkd.cdx.json").write_text(json.dumps(sbom, indent=2) + "\n")
+
+
+def _python_component() -> dict[str, Any]:
+    version = platform.python_version()
+    return {"type": "framework", "name": "python", "version": version, "licenses": [{"license": {"id": "PSF-2.0"}}]}
+
+
+def _distribution_component(name: str) -> dict[str, Any]:
+    data = metadata.metadata(name)
+    component: dict[str, Any] = {
+        "type": "library",
+        "name": data["Name"],
+        "version": data["Version"],
+        "purl": f"pkg:pypi/{data['Name'].lower().replace('_', '-')}@{data['Version']}",
+    }
+    if licence := data.get("License-Expression") or data.get("License"):
+        one = licence.splitlines()[0][:100]
+        component["licenses"] = [{"expression": one} if data.get("License-Expression") else {"license": {"name": one}}]
+    return component
+
+
+def _library_component(name: str, source: Path) -> dict[str, Any]:
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    return {"type": "file", "name": Path(name).name, "hashes": [{"alg": "SHA-256", "content": digest}]}

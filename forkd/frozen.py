@@ -1,0 +1,117 @@
+"""The one-file binary: the only module that knows whether forkd runs from it, and how it then differs.
+
+The binary is two processes: a launcher that unpacks into a directory ``_MEI…`` and waits, and this one. A launcher
+that is killed cannot tidy up, so this process dies with it and the next start removes what it left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FROZEN: bool = getattr(sys, "frozen", False)
+RUN_MODULE = "_module"
+"""The hidden verb by which the binary runs one of its own modules as a program."""
+
+_PR_SET_PDEATHSIG = 1
+_OWNER = ".forkd-owner"
+_UNOWNED_SECONDS = 600
+_held: list[int] = []
+
+
+def start() -> None:
+    """Make the binary behave like a program that was never packed; from source there is nothing to do."""
+    if not FROZEN:
+        return
+    clean_environment(os.environ)
+    _die_with_launcher()
+    unpacked = Path(sys._MEIPASS)  # type: ignore[attr-defined]
+    _own(unpacked)
+    sweep(unpacked.parent, keep=unpacked)
+
+
+def clean_environment(environ: Any) -> None:
+    """Undo what the launcher did to the environment, so that programs we start, forkd too, start as from a shell."""
+    original = environ.pop("LD_LIBRARY_PATH_ORIG", None)
+    if original is not None:
+        environ["LD_LIBRARY_PATH"] = original
+    else:
+        environ.pop("LD_LIBRARY_PATH", None)
+    for name in [name for name in environ if name.startswith("_PYI_")]:
+        del environ[name]
+
+
+def module_command(module: str, *args: str) -> list[str]:
+    """The command that runs one of our modules as a program of its own (``python -m``, where there is a python)."""
+    return [sys.executable, *([RUN_MODULE] if FROZEN else ["-m"]), module, *args]
+
+
+def run_module(module: str, args: list[str]) -> None:
+    """What the hidden verb does. Only our own modules: the binary is not a Python for everyone."""
+    import runpy
+
+    if not module.startswith("forkd."):
+        raise SystemExit(f"forkd: error: {module} is not a module of forkd")
+    sys.argv = [module, *args]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def build_info() -> dict[str, Any]:
+    """Commit, Python and packages of the binary; what can be said of them from source."""
+    if FROZEN:
+        return dict(json.loads((Path(__file__).parent / "build.json").read_text()))
+    return {"commit": "source", "python": ".".join(map(str, sys.version_info[:3])), "packages": {}, "plugins": []}
+
+
+def _die_with_launcher() -> None:
+    import ctypes
+
+    launcher = os.getppid()
+    # SAFETY: prctl reads two integers and touches nothing of ours; the signal is for this process alone.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _own(unpacked: Path) -> None:
+    """Hold a lock in our directory for as long as we live; it appears locked, never free first."""
+    staged = unpacked / f"{_OWNER}.new"
+    descriptor = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    staged.rename(unpacked / _OWNER)
+    _held.append(descriptor)
+
+
+def sweep(folder: Path, keep: Path) -> None:
+    """Remove directories that killed binaries of ours left in ``folder``."""
+    for path in folder.glob("_MEI*"):
+        try:
+            if path != keep and _abandoned(path):
+                shutil.rmtree(path)
+        except OSError:
+            continue  # another's, or somebody is quicker: not ours to insist on
+
+
+def _abandoned(path: Path) -> bool:
+    status = path.lstat()
+    if status.st_uid != os.geteuid() or not (path / "forkd").is_dir():
+        return False
+    try:
+        descriptor = os.open(path / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        # Killed while unpacking, or not yet that far.
+        return time.time() - status.st_mtime > _UNOWNED_SECONDS
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
