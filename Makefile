@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 demo: setup
 	$(BIN)/forkd quickstart -n 10
 
-test: setup lint
+test: setup lint dist/forkd
 	$(BIN)/python -m pytest -q
 
 setup: deps $(READY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import platform
 import subprocess
@@ -13,6 +14,9 @@ from typing import Any
 
 WHOLE_PACKAGES = ("forkd.cli", "forkd.daemon", "forkd.ops", "forkd.sdk", "forkd.testing", "forkd.specs", "forkd.linux")
 """Ours, whole: foreign plugins may import what is public, and verbs import late."""
+
+PUBLIC_LIBRARIES = ["cryptography.hazmat.primitives.asymmetric.ed25519", "hypercorn.trio", "prometheus_client"]
+"""Third-party modules that foreign plugins may count on, besides those that forkd imports where imports can be seen."""
 
 EXCLUDED = [
     *("tkinter", "_tkinter", "turtle", "turtledemo", "idlelib", "lib2to3", "ensurepip", "venv", "test", "pydoc_data"),
@@ -34,6 +38,8 @@ EXCLUDED = [
 ]
 """Not worth their weight, or only here because a developer's environment has them."""
 
+_NOT_TO_IMPORT = {"__main__", "test", "tests", "idle_test", "windows_events", "windows_utils", "popen_spawn_win32"}
+
 BULKY = ("cryptography/hazmat/bindings/_rust",)
 """Unpacked at every start, needed by few verbs: inflating these would cost more time than storing them costs space."""
 COMPRESSION = {"BINARY": True, "DATA": True, "PYSOURCE": True, "PYMODULE": True, "EXTENSION": False, "PYZ": False}
@@ -43,16 +49,16 @@ DATA = ("guest", "specs/schemas", "specs/formats", "docs")
 
 def standard_library() -> list[str]:
     """All of the standard library but what is excluded: a foreign plugin may need any of it."""
-    left_out = {name.partition(".")[0] for name in EXCLUDED}
-    return sorted(
-        name for name in sys.stdlib_module_names if name not in left_out and not name.startswith("_") and _exists(name)
-    )
-
-
-def _exists(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None
+    names: list[str] = []
+    for name in sorted(sys.stdlib_module_names - set(EXCLUDED)):
+        spec = None if name.startswith("_") else importlib.util.find_spec(name)
+        if spec is None:
+            continue
+        names.append(name)
+        for folder in spec.submodule_search_locations or ():
+            inside = (path.relative_to(folder).with_suffix("") for path in sorted(Path(folder).rglob("*.py")))
+            names += [".".join((name, *path.parts)) for path in inside if not _NOT_TO_IMPORT & set(path.parts)]
+    return [name.removesuffix(".__init__") for name in names]
 
 
 def arranged(binaries: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:

@@ -10,11 +10,15 @@ want mkfs.ext4 e2fsprogs
 want dpkg-deb dpkg
 want setpriv util-linux
 want docker-registry docker-registry
+want objdump binutils
 ${PYTHON:-python3} -c 'import ensurepip' 2>/dev/null || need="$need python3-venv"
 ${PYTHON:-python3} -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "forkd needs Python 3.11 or newer; ${PYTHON:-python3} is $(${PYTHON:-python3} -V)" >&2
     exit 1
 }
+# The binary carries Python's shared library, which Debian packages apart from the interpreter.
+${PYTHON:-python3} -c 'import sysconfig, ctypes as c; c.CDLL(sysconfig.get_config_var("INSTSONAME"))' 2>/dev/null ||
+    need="$need libpython$(${PYTHON:-python3} -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
 
 [ -n "$need" ] || exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
