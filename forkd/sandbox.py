@@ -11,7 +11,7 @@ import trio
 
 from forkd.guestlink import GuestLink, ResumeInfo
 from forkd.specs.engine import Machine, Slot
-from forkd.specs.errors import GuestTimeout, GuestUnreachable, MachineGone
+from forkd.specs.errors import EngineError, GuestError, GuestTimeout, GuestUnreachable, MachineGone, OutOfMemory
 from forkd.specs.models import SandboxInfo
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ async def run_sandbox(
     sandbox: Sandbox | None = None
     try:
         async with runtime.start_limit:
+            runtime.slots.limits.apply(plan.info, lenient=plan.adopted is not None)
             machine = await plan.start(slot)
             link = await _link_up(runtime, plan, machine)
         plan.info.pid = machine.pid
@@ -76,6 +77,10 @@ async def run_sandbox(
         runtime.nursery.start_soon(_watch, runtime, sandbox)
         task_status.started(sandbox)
         await sandbox.stop.wait()
+    except (EngineError, GuestError) as error:
+        if why := runtime.slots.limits.ran_out(plan.info):
+            raise OutOfMemory(f"{plan.id} {why}", hint="give it more memory") from error
+        raise
     finally:
         runtime.sandboxes.pop(plan.id, None)
         if sandbox is None or sandbox.stop.is_set() or sandbox.source is None or not runtime.keeps:
@@ -106,7 +111,7 @@ async def _watch(runtime: Runtime, sandbox: Sandbox) -> None:
     """Notice a VMM that ends by itself."""
     words = await sandbox.machine.wait()
     if not sandbox.stop.is_set():
-        runtime.endings[sandbox.id] = words
+        runtime.endings[sandbox.id] = runtime.slots.limits.ran_out(sandbox.info) or words
         sandbox.stop.set()
 
 

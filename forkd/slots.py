@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from forkd.limits import Limiter
 from forkd.specs.engine import Slot
 from forkd.specs.errors import Conflict
 from forkd.store.files import disk_full_as_no_space, remove_tree
@@ -25,6 +26,7 @@ class SlotOwner:
     def __init__(self, run_dir: Path, name: str | None = None, *, die_with_owner: bool = True) -> None:
         self.directory = run_dir / (name or f"p{os.getpid()}-{secrets.token_hex(2)}")
         self.die_with_owner = die_with_owner
+        self.limits = Limiter(run_dir)
         with disk_full_as_no_space(run_dir):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=name is not None)
             lock = FileLock.try_take(self.directory / "lock")
@@ -39,16 +41,20 @@ class SlotOwner:
         directory = self.directory / sandbox_id
         with disk_full_as_no_space(directory):
             directory.mkdir(mode=0o700)
-        return Slot(sandbox_id, directory, self.die_with_owner)
+        return self._slot(directory)
 
     def existing(self) -> list[Slot]:
         """Slots an earlier process of this name left."""
         found = [path for path in sorted(self.directory.iterdir()) if path.is_dir()]
-        return [Slot(path.name, path, self.die_with_owner) for path in found]
+        return [self._slot(path) for path in found]
 
     def give_back(self, slot: Slot) -> None:
         """Remove a slot whose machine is gone."""
+        self.limits.release(slot.id)
         remove_tree(slot.directory)
+
+    def _slot(self, directory: Path) -> Slot:
+        return Slot(directory.name, directory, self.die_with_owner, self.limits.admit(directory.name))
 
     def close(self) -> None:
         """Remove the directory if no slot is left, and let go of it."""

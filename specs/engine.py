@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -37,11 +37,16 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The host side of one child: a private directory, and whether the VMM must end with the process that owns it."""
+    """The host side of one child: a private directory, and whether the VMM must end with the process that owns it.
+
+    An engine calls ``admit(pid)`` as soon as its process exists, before that has done anything: so it is under its
+    limits from the start. Raises LimitRefused.
+    """
 
     id: str
     directory: Path
     die_with_owner: bool = True
+    admit: Callable[[int], None] = lambda pid: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,18 @@ class KernelMissing(HostNotReady):
     code = "kernel_missing"
 
 
+class LimitRefused(HostNotReady):
+    """A limit on a sandbox cannot be applied on this host, and best effort was not asked for."""
+
+    code = "limit_refused"
+
+    @property
+    def refused(self) -> list[str]:
+        """The fields that are not applied."""
+        found = self.details.get("refused", [])
+        return found if isinstance(found, list) else []
+
+
 class NoSpace(ForkdError):
     """A file system is full, or would be."""
 
@@ -227,6 +239,12 @@ class MachineGone(EngineError):
 
     code = "machine_gone"
     http_status = 502
+
+
+class OutOfMemory(MachineGone):
+    """A VMM was ended because its sandbox reached its memory limit."""
+
+    code = "out_of_memory"
 
 
 class CaptureFailed(EngineError):

@@ -40,9 +40,23 @@ class CreateSandboxes(msgspec.Struct, kw_only=True):
     n: int = 1
     per_child_netns: bool = False
     memory_limit_mib: int | None = None
+    cpu_limit: float | None = None
+    pids_limit: int | None = None
+    io_limit_mibps: int | None = None
+    best_effort: bool = False
     prewarm: bool = False
     live_fork: bool = False
     hugepages: bool = False
+
+
+class UpdateSandbox(msgspec.Struct, kw_only=True):
+    """Change a running sandbox; what is absent stays. With ``best_effort`` a limit that cannot be had is a warning."""
+
+    memory_limit_mib: int | None = None
+    cpu_limit: float | None = None
+    pids_limit: int | None = None
+    io_limit_mibps: int | None = None
+    best_effort: bool = False
 
 
 class ExecRequest(msgspec.Struct, kw_only=True):

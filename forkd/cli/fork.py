@@ -24,6 +24,10 @@ SHOWN = 20
 @click.option("--live-fork", is_flag=True, help="Hold the memory image in a sealed memfd.")
 @click.option("--hugepages", is_flag=True, help="Back that memfd with 2 MiB pages; needs --live-fork.")
 @click.option("--memory-limit-mib", type=click.IntRange(1), help="Memory limit of each child.")
+@click.option("--cpu-limit", type=click.FloatRange(0.01), help="CPUs each child may use, 0.5 for half of one.")
+@click.option("--pids-limit", type=click.IntRange(1), help="Threads the VMM of each child may have.")
+@click.option("--io-limit-mibps", type=click.IntRange(1), help="MiB a second each child may read, and write.")
+@click.option("--best-effort", is_flag=True, help="A limit this host cannot apply is a warning, not an error.")
 @json_option
 def command(
     tag: str,
@@ -33,6 +37,10 @@ def command(
     live_fork: bool,
     hugepages: bool,
     memory_limit_mib: int | None,
+    cpu_limit: float | None,
+    pids_limit: int | None,
+    io_limit_mibps: int | None,
+    best_effort: bool,
     as_json: bool,
 ) -> None:
     """Fork N children from a snapshot, let them run, report, and end them.
@@ -42,7 +50,15 @@ def command(
     """
     if hugepages and not live_fork:
         raise click.UsageError("--hugepages needs --live-fork")
-    fields: dict[str, Any] = {"live_fork": live_fork, "hugepages": hugepages, "memory_limit_mib": memory_limit_mib}
+    fields: dict[str, Any] = {
+        "live_fork": live_fork,
+        "hugepages": hugepages,
+        "memory_limit_mib": memory_limit_mib,
+        "cpu_limit": cpu_limit,
+        "pids_limit": pids_limit,
+        "io_limit_mibps": io_limit_mibps,
+        "best_effort": best_effort,
+    }
 
     async def work(controller: AsyncController) -> dict[str, Any]:
         return await fork_and_measure(controller, tag, count, code, settle_secs, fields)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import trio
 
+from forkd.linux.cgroup import remove_group
 from forkd.linux.process import end_process
 from forkd.runtime import Runtime
 from forkd.slots import find_orphans
@@ -33,6 +34,10 @@ async def cleanup(runtime: Runtime, *, remove: bool) -> list[Leftover]:
             for pid in orphan.pids:
                 await end_process(pid)
             await trio.to_thread.run_sync(remove_tree, orphan.directory)
+    for path in runtime.slots.limits.leftovers():
+        rows.append(_doomed(path, "a control group without a machine"))
+        if remove:
+            remove_group(path)
     for path in runtime.snapshots.leftovers():
         rows.append(_doomed(path, "a snapshot that was never finished"))
         if remove:

@@ -40,7 +40,5 @@ async def _engine(runtime: Runtime) -> list[Check]:
 
 def _daemon(runtime: Runtime) -> Check:
     if runtime.slots.die_with_owner:
-        return Check(
-            "daemon", "SKIP", "none answers here: each command hosts the app itself, and its children end with it"
-        )
+        return Check("daemon", "SKIP", "none: each command hosts the app itself, and its children end with it")
     return Check("daemon", "PASS", "this answer is the daemon's")

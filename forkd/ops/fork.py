@@ -26,6 +26,10 @@ class ForkOptions:
     memory_backend: str = "file"
     hugepages: bool = False
     memory_limit_mib: int | None = None
+    cpu_limit: float | None = None
+    pids_limit: int | None = None
+    io_limit_mibps: int | None = None
+    best_effort: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,10 @@ def _info(sandbox_id: str, tag: str, options: ForkOptions, lease: MemoryLease) -
         snapshot_tag=tag,
         created_at_unix=int(time.time()),
         memory_limit_mib=options.memory_limit_mib,
+        cpu_limit=options.cpu_limit,
+        pids_limit=options.pids_limit,
+        io_limit_mibps=options.io_limit_mibps,
+        best_effort=options.best_effort,
         hostname=sandbox_id,
         memory_backend=options.memory_backend,
         warnings=list(lease.warnings),

@@ -119,6 +119,10 @@ class AsyncController:
         """One sandbox."""
         return await self._call("GET", f"/v1/sandboxes/{_quote(sandbox_id)}")
 
+    async def update_sandbox(self, sandbox_id: str, **fields: Any) -> dict[str, Any]:
+        """Change a running sandbox's limits; the fields are those of ``spawn_sandboxes``."""
+        return await self._call("PATCH", f"/v1/sandboxes/{_quote(sandbox_id)}", fields)
+
     async def kill_sandbox(self, sandbox_id: str) -> None:
         """End a sandbox."""
         await self._call("DELETE", f"/v1/sandboxes/{_quote(sandbox_id)}")

@@ -131,6 +131,7 @@ class Launch:
         except OSError as error:
             raise LaunchFailed(f"QEMU could not be started: {error}\ncommand: {shlex.join(command)}") from error
         self._process = ProcessHandle.of_child(child)
+        self.slot.admit(child.pid)
         for listener in self._listeners:
             listener.close()
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from forkd.daemon.api import IN_SANDBOX, ErrorBody, route
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, error_body, read_body, reply, wants_stream
-from forkd.ops import execute
+from forkd.ops import execute, limits
 from forkd.ops.branch import branch
 from forkd.ops.fork import ForkOptions, fork
 from forkd.ops.stats import stats as measure
@@ -28,7 +28,7 @@ from forkd.specs.errors import (
     SnapshotNotFound,
 )
 from forkd.specs.models import EvalResult, ExecResult, SandboxInfo, SnapshotInfo
-from forkd.specs.requests import BranchRequest, CreateSandboxes, EvalRequest, ExecRequest
+from forkd.specs.requests import BranchRequest, CreateSandboxes, EvalRequest, ExecRequest, UpdateSandbox
 
 
 class FailedChild(ErrorBody, kw_only=True):
@@ -47,7 +47,7 @@ class PartialSpawn(msgspec.Struct, kw_only=True):
 
 async def index(request: Request) -> Response:
     """All running sandboxes."""
-    return reply([sandbox.info for sandbox in runtime_of(request).sandboxes.values()])
+    return reply(limits.list_sandboxes(runtime_of(request)))
 
 
 async def create(request: Request) -> Response:
@@ -57,6 +57,10 @@ async def create(request: Request) -> Response:
         memory_backend="memfd" if body.live_fork else "file",
         hugepages=body.hugepages,
         memory_limit_mib=body.memory_limit_mib,
+        cpu_limit=body.cpu_limit,
+        pids_limit=body.pids_limit,
+        io_limit_mibps=body.io_limit_mibps,
+        best_effort=body.best_effort,
     )
     children = await fork(runtime_of(request), body.snapshot_tag, body.n, options)
     rows = [child.sandbox.info for child in children if child.sandbox is not None]
@@ -72,7 +76,13 @@ async def create(request: Request) -> Response:
 
 async def get(request: Request) -> Response:
     """One sandbox."""
-    return reply(runtime_of(request).sandbox(request.path_params["id"]).info)
+    return reply(limits.get_sandbox(runtime_of(request), request.path_params["id"]))
+
+
+async def update(request: Request) -> Response:
+    """Change its limits."""
+    body = await read_body(request, UpdateSandbox)
+    return reply(limits.update_sandbox(runtime_of(request), request.path_params["id"], body))
 
 
 async def delete(request: Request) -> Response:
@@ -137,6 +147,7 @@ routes = [
         errors=(BadInput, SnapshotNotFound, Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
     ),
     route("GET", ID, get, {200: SandboxInfo}, errors=IN_SANDBOX),
+    route("PATCH", ID, update, {200: SandboxInfo}, body=UpdateSandbox, errors=(BadInput, HostNotReady, *IN_SANDBOX)),
     route("DELETE", ID, delete, {204: None}, errors=IN_SANDBOX),
     route("POST", f"{ID}/exec", run, {200: ExecResult}, body=ExecRequest, events=True, errors=(BadInput, *IN_SANDBOX)),
     route("POST", f"{ID}/eval", evaluate, {200: EvalResult}, body=EvalRequest, errors=(BadInput, *IN_SANDBOX)),
