@@ -48,7 +48,8 @@ class Limiter:
     def apply(self, info: SandboxInfo, pid: int | None = None, *, lenient: bool = False) -> None:
         """Give the sandbox the limits it is described with; ``pid`` is its machine, if it runs already.
 
-        What cannot be applied raises LimitRefused, or is a warning if the sandbox is ``best_effort`` or the caller ``lenient``.
+        What cannot be applied raises LimitRefused, or is a warning if the sandbox is ``best_effort`` or this call
+        ``lenient``.
         """
         wanted = amounts(info)
         if info.id not in self._groups and not wanted.wanted():
