@@ -25,6 +25,7 @@ class Settings:
     start_limit: int = 8
     boot_timeout: float = 120.0
     image_cache_bytes: int = 8 << 30
+    branch_concurrency: int = 0
     plugins: Path | None = None
     disabled_plugins: tuple[str, ...] = ()
 

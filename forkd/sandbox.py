@@ -75,6 +75,8 @@ async def run_sandbox(
         runtime.inventory.save(sandbox)
         runtime.sandboxes[plan.id] = sandbox
         runtime.nursery.start_soon(_watch, runtime, sandbox)
+        if plan.adopted is None and plan.source is not None:
+            runtime.observe("spawn", id=plan.id, tag=plan.info.snapshot_tag, spawn_ms=plan.info.spawn_ms)
         task_status.started(sandbox)
         await sandbox.stop.wait()
     except (EngineError, GuestError) as error:
@@ -89,6 +91,8 @@ async def run_sandbox(
                     await machine.kill()
                 await trio.to_thread.run_sync(runtime.slots.give_back, slot)
                 runtime.inventory.remove(plan.id)
+            if sandbox is not None and sandbox.source is not None:
+                runtime.observe("end", id=plan.id, reason=runtime.endings.get(plan.id))
         if sandbox is not None:
             sandbox.ended.set()
 

@@ -65,6 +65,13 @@ class Unauthorized(ForkdError):
     http_status = 401
 
 
+class ForeignOrigin(ForkdError):
+    """A page of another site, or a name that is not this host's, is behind a request to a daemon without tokens."""
+
+    code = "foreign_origin"
+    http_status = 403
+
+
 # -- things that are not there ---------------------------------------------------------------------------------------
 
 

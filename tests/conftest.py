@@ -120,15 +120,25 @@ class Daemon:
 
 
 @pytest.fixture
-def daemon(data_dir: Path, tmp_path: Path) -> Iterator[Daemon]:
-    """A daemon on the shared data directory; it and its sandboxes end with the test."""
-    made = Daemon(data_dir, tmp_path / "daemon.log", "--end-sandboxes")
-    try:
-        yield made
-    finally:
-        if made.process.poll() is None:
-            made.stop()
+def start_daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+    """Starts daemons: ``start_daemon(data_dir, *flags)``. They and their sandboxes end with the test."""
+    made: list[tuple[Daemon, Path]] = []
+
+    def start(data_dir: Path, *flags: str) -> Daemon:
+        made.append((Daemon(data_dir, tmp_path / f"daemon-{len(made)}.log", "--end-sandboxes", *flags), data_dir))
+        return made[-1][0]
+
+    yield start
+    for daemon, data_dir in made:
+        if daemon.process.poll() is None:
+            daemon.stop()
         run_forkd(data_dir, "cleanup", "--yes")
+
+
+@pytest.fixture
+def daemon(data_dir: Path, start_daemon: Callable[..., Daemon]) -> Daemon:
+    """A daemon on the shared data directory."""
+    return start_daemon(data_dir)
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from forkd.specs.errors import (
     BadInput,
@@ -24,6 +26,7 @@ from forkd.specs.errors import (
     TooBusy,
 )
 
+MAX_BODY = 2 << 20
 Handler = Callable[[Request], Awaitable[Response]]
 Errors = tuple[type[ForkdError], ...]
 
@@ -38,7 +41,7 @@ class ApiRoute(Route):
 
     ``answers`` maps a status to the type of its JSON body, or None for no body. ``events`` says that, asked with
     ``Accept: application/x-ndjson``, the answer comes as events (with "only": always). ``upload`` lifts the size limit:
-    the handler reads the body itself, piece by piece.
+    the handler reads the body itself, piece by piece. ``public`` needs no token.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class ApiRoute(Route):
         errors: Errors = (),
         events: bool | str = False,
         upload: bool = False,
+        public: bool = False,
     ) -> None:
         super().__init__(path, handler, methods=[method])
         self.method = method
@@ -63,6 +67,14 @@ class ApiRoute(Route):
         self.errors: Errors = (*errors, *always)
         self.events = events
         self.upload = upload
+        self.public = public
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a body that is too large before anything is done; one of unknown size is refused while it is read."""
+        length = Headers(scope=scope).get("content-length", "0")
+        if not self.upload and length.isdigit() and int(length) > MAX_BODY:
+            raise BodyTooLarge(f"a body of {length[:20]} bytes is larger than {MAX_BODY}")
+        await super().handle(scope, receive, send)
 
 
 route = ApiRoute

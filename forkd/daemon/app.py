@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from forkd.daemon import wire
-from forkd.daemon.routes import host, sandboxes, snapshots
+from forkd.daemon.routes import about, host, sandboxes, snapshots
 from forkd.runtime import Runtime
 from forkd.specs.errors import ForkdError
 
+if TYPE_CHECKING:
+    from forkd.daemon.metrics import Metrics
 
-def make_app(runtime: Runtime) -> Starlette:
-    """The app over one runtime."""
-    routes: list[BaseRoute] = [*host.routes, *snapshots.routes, *sandboxes.routes]
+
+def make_app(runtime: Runtime, metrics: Metrics | None = None) -> Starlette:
+    """The app over one runtime; a served one counts with ``metrics``."""
+    routes: list[BaseRoute] = [*about.routes, *host.routes, *snapshots.routes, *sandboxes.routes]
     handlers = {ForkdError: wire.on_error, HTTPException: wire.on_error, Exception: wire.on_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
     app.state.runtime = runtime
+    app.state.metrics = metrics
     return app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -18,14 +19,20 @@ from hypercorn.trio.run import worker_serve
 from hypercorn.utils import wrap_app
 
 from forkd.config import Settings
+from forkd.daemon.api import ApiRoute
 from forkd.daemon.app import make_app
+from forkd.daemon.audit import AuditLog
+from forkd.daemon.auth import Tokens
 from forkd.daemon.config import NONE, DaemonConfig
+from forkd.daemon.gate import Gate
+from forkd.daemon.metrics import Metrics
 from forkd.ops.adopt import adopt_all
 from forkd.runtime import Runtime, open_runtime
 from forkd.sandbox import end_sandbox
-from forkd.specs.errors import BadInput, Conflict, HostNotReady
+from forkd.specs.errors import BadInput, Conflict, ForkdError, HostNotReady
 
 log = logging.getLogger("forkd")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Say = Callable[[str], None]
 
 
@@ -36,8 +43,11 @@ async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None
             f"binding to {config.bind} would let anybody who reaches this host run things",
             hint="give --token-file, or bind to 127.0.0.1",
         )
+    tokens = Tokens(config.token_file) if config.token_file else None
+    settings = dataclasses.replace(settings, branch_concurrency=config.branch_concurrency)
+    audit = None if config.audit_log == NONE else AuditLog(Path(config.audit_log or settings.data_dir / "audit.log"))
     async with open_runtime(settings, daemon=True) as runtime:
-        with _sockets(settings, config) as sockets, trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with _sockets(settings, config) as sockets, trio.open_signal_receiver(*SIGNALS) as signals:
             await adopt_all(runtime)
             for where in _where(settings, config, sockets):
                 say(f"listening on {where}")
@@ -45,12 +55,29 @@ async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None
 
             async def until_signal() -> None:
                 async for number in signals:
-                    log.info("stopping on %s", signal.Signals(number).name)
-                    return
+                    if number != signal.SIGHUP:
+                        log.info("stopping on %s", signal.Signals(number).name)
+                        return
+                    _reopen(tokens, audit)
 
-            served = wrap_app(cast(Any, make_app(runtime)), 0, "asgi")
+            metrics = Metrics(runtime)
+            app = make_app(runtime, metrics)
+            public = frozenset(route.path for route in app.routes if isinstance(route, ApiRoute) and route.public)
+            served = wrap_app(cast(Any, Gate(app, public, tokens, audit, metrics)), 0, "asgi")
             await worker_serve(served, _http(config), sockets=sockets, shutdown_trigger=until_signal)
         await _leave(runtime, config, say)
+
+
+def _reopen(tokens: Tokens | None, audit: AuditLog | None) -> None:
+    """SIGHUP: read the tokens and open the log again."""
+    try:
+        if audit is not None:
+            audit.reopen()
+        if tokens is not None:
+            tokens.reload()
+        log.info("tokens read and audit log opened again")
+    except ForkdError as error:
+        log.error("as before: %s", error.message)
 
 
 async def _leave(runtime: Runtime, config: DaemonConfig, say: Say) -> None:

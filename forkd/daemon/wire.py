@@ -13,11 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from forkd.daemon.api import Unprocessable, WrongMediaType
+from forkd.daemon.api import MAX_BODY, Unprocessable, WrongMediaType
 from forkd.specs.errors import BadInput, BadJson, BodyTooLarge, ForkdError
 
 T = TypeVar("T")
-MAX_BODY = 2 << 20
 NDJSON = "application/x-ndjson"
 JSON = "application/json"
 log = logging.getLogger("forkd")
@@ -81,7 +80,17 @@ def error_body(error: BaseException) -> tuple[dict[str, Any], int]:
 async def on_error(request: Request, error: Exception) -> Response:
     """Starlette's exception handler for everything."""
     body, status = error_body(error)
-    return reply(body, status)
+    note_of(request.scope)["code"] = body["code"]
+    answer = reply(body, status)
+    if isinstance(error, HTTPException) and error.headers:
+        answer.headers.update(error.headers)
+    return answer
+
+
+def note_of(scope: Scope) -> dict[str, Any]:
+    """What the audit log shall say of a request besides its line: ``ids`` it made, ``code`` of its error, ``token``."""
+    note: dict[str, Any] = scope.setdefault("forkd.note", {})
+    return note
 
 
 class EventStream(Response):
@@ -119,6 +128,7 @@ class EventStream(Response):
                 last = {"event": "result", "result": await self._work(emit)}
             except Exception as error:  # the process edge of a stream: told to the client, logged if unknown
                 body, status = error_body(error)
+                note_of(scope)["code"] = body["code"]
                 last = {"event": "error", "status": status, **body}
             await emit(last)
             nursery.cancel_scope.cancel()

@@ -56,7 +56,7 @@ async def _adopt(runtime: Runtime, row: Row, slot: Slot | None, done: trio.Event
         log.warning("sandbox %s has ended: %s", row.id, reason)
         runtime.endings[row.id] = reason
         runtime.inventory.remove(row.id)
-        runtime.observe("ended", id=row.id, reason=reason)
+        runtime.observe("end", id=row.id, reason=reason)
     finally:
         runtime.adopting.discard(row.id)
         if not runtime.adopting:

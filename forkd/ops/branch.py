@@ -13,7 +13,7 @@ from forkd.ops.describe import describe
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.branch import BranchMode, Pause, Step
-from forkd.specs.errors import BadInput, CapabilityMissing, ChainBroken, ForkdError, SnapshotNotFound
+from forkd.specs.errors import BadInput, CapabilityMissing, ChainBroken, ForkdError, SnapshotNotFound, TooBusy
 from forkd.specs.models import ParentRef, Snapshot, SnapshotInfo
 from forkd.specs.requests import BranchRequest
 from forkd.store.snapshots import Stage, Stored
@@ -37,6 +37,9 @@ async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step
     mode = runtime.plugins.branch_mode(mode_name(request))
     sandbox = runtime.sandbox(sandbox_id)
     source = await _source(runtime, sandbox, mode, request)
+    cap = runtime.settings.branch_concurrency
+    if cap and len(runtime.writing) >= cap:
+        raise TooBusy(f"{cap} branches are being captured already", hint="try again in a moment")
     tag = request.tag or f"branch-{sandbox_id}-{secrets.token_hex(2)}"
     work = _Branch(runtime, sandbox, source, mode, runtime.snapshots.stage(tag), request.measure_diff, step)
     runtime.writing[tag] = _writing_row(work, None)

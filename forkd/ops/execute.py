@@ -47,7 +47,8 @@ async def stream_command(
     """Run a command; ``on_output(stream, bytes)`` gets what it prints as it comes, and may be slow."""
     check_exec(request)
     link = runtime.sandbox(sandbox_id).link
-    return await link.run(
+    began = time.monotonic()
+    result = await link.run(
         request.args,
         env=request.env,
         cwd=request.cwd,
@@ -56,6 +57,8 @@ async def stream_command(
         timeout=request.timeout_secs,
         on_output=on_output,
     )
+    runtime.observe("exec", id=sandbox_id, exit_code=result.exit_code, seconds=time.monotonic() - began)
+    return result
 
 
 async def eval_code(runtime: Runtime, sandbox_id: str, request: EvalRequest) -> EvalResult:

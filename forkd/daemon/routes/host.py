@@ -58,7 +58,7 @@ async def get_doctor(request: Request) -> Response:
 
 
 routes = [
-    route("GET", "/healthz", healthz, {200: dict[str, bool]}),
+    route("GET", "/healthz", healthz, {200: dict[str, bool]}, public=True),
     route("GET", "/version", version, {200: dict[str, str]}),
     route("GET", "/v1/plugins", plugins, {200: list[dict[str, Any]]}),
     route(

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from forkd.daemon.api import IN_SANDBOX, ErrorBody, route
 from forkd.daemon.routes import runtime_of
-from forkd.daemon.wire import Emit, EventStream, error_body, read_body, reply, wants_stream
+from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body, reply, wants_stream
 from forkd.ops import execute, limits
 from forkd.ops.branch import branch
 from forkd.ops.fork import ForkOptions, fork
@@ -64,6 +64,7 @@ async def create(request: Request) -> Response:
     )
     children = await fork(runtime_of(request), body.snapshot_tag, body.n, options)
     rows = [child.sandbox.info for child in children if child.sandbox is not None]
+    note_of(request.scope)["ids"] = [row.id for row in rows]
     failed = [child for child in children if child.error is not None]
     if not rows:
         assert failed[0].error is not None
@@ -111,6 +112,7 @@ async def capture(request: Request) -> Response:
     """Branch: capture a running sandbox into a new snapshot."""
     body = await read_body(request, BranchRequest)
     info = await branch(runtime_of(request), request.path_params["id"], body)
+    note_of(request.scope)["ids"] = [info.tag]
     return reply(info, 202 if info.status == "writing" else 201)
 
 
