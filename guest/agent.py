@@ -813,6 +813,51 @@ class Eval(Stream):
         self.finish(answer)
 
 
+class Prepare(Stream):
+    """New defaults of commands, and a warm runtime: what children forked from here on begin with."""
+
+    def __init__(self, agent, sid, request):
+        super().__init__(agent, sid, request)
+        args = take(request, "args", list)
+        limit = take_seconds(request, "timeout") or WARMUP_SECONDS
+        self.lang = take(request, "lang", str)
+        if args is not None and not (args and all(isinstance(arg, str) for arg in args)):
+            raise Refusal("bad_request", "args must be a list of strings, and not empty")
+        if self.lang is not None and (args is None or agent.lang != "python"):
+            raise Refusal("bad_request", "lang needs args, and a guest whose evals still go to Python")
+        agent.furnish(request)
+        if args is None:
+            self.finish({"ok": True})
+            return
+        self.worker = Worker(agent, args, False)
+        self.worker.waiting = self
+        agent.watched_workers.append(self.worker)
+        self.timer = agent.loop.after(limit, self.overdue)
+        self.open()
+        self.worker.start()
+
+    def overdue(self):
+        self.worker.problem = self.worker.problem or "it was not ready in time"
+        self.worker.tell()
+
+    def settled(self, worker):
+        agent = self.agent
+        agent.loop.stop(self.timer)
+        if worker.ready:
+            if self.lang is not None:
+                agent.lang, agent.evaluator = self.lang, worker
+            self.finish({"ok": True})
+            return
+        agent.watched_workers.remove(worker)
+        worker.kill()
+        self.finish({"ok": False, "code": "not_ready", "error": "%s: %s" % (worker.argv[0], worker.problem)})
+
+    def abandon(self):
+        if self.worker.waiting is self:
+            self.worker.problem = "nobody waits for it"
+            self.worker.tell()
+
+
 class Read(Stream):
     """A file on its way to the host, one piece a turn."""
 
@@ -1402,6 +1447,7 @@ class Worker:
         self.current = None
         self.asked = 0
         self.news = {}
+        self.waiting = None
 
     def start(self):
         self.news = {}
@@ -1417,6 +1463,7 @@ class Worker:
         except (OSError, ValueError) as error:
             self.problem = "%s did not start: %s" % (self.argv[0], error)
             self.fail_waiting()
+            self.tell()
             return
         process.returncode = 0  # the agent reaps; subprocess must not
         self.pid = process.pid
@@ -1475,6 +1522,7 @@ class Worker:
             self.ready = message.get("ready") is True
             self.hello = message
             self.problem = message.get("problem") if self.ready else "%s is not ready" % self.argv[0]
+            self.tell()
         elif self.current is not None and str(message.get("id")) == str(self.asked):
             ask, self.current = self.current, None
             ask.answered(self.translate(message))
@@ -1539,6 +1587,13 @@ class Worker:
         else:
             self.problem = self.problem or how
             self.fail_waiting()
+            self.tell()
+
+    def tell(self):
+        """Whoever waits for it to be ready hears how that went, once."""
+        stream, self.waiting = self.waiting, None
+        if stream is not None:
+            stream.settled(self)
 
     def fail_waiting(self):
         while self.queue:
@@ -1592,6 +1647,7 @@ class Agent:
             "exec": Exec,
             "attach": self.attach,
             "eval": Eval,
+            "prepare": Prepare,
             "read": Read,
             "write": Write,
             "pack": Archive,
@@ -1912,12 +1968,15 @@ class Agent:
 
     def furnish(self, image):
         """Take the image's own defaults for commands: environment, working directory, user."""
-        os.environ.update(take_env(image))
-        workdir, user = take(image, "workdir", str, "/"), take(image, "user", str, "root")
-        if os.path.isdir(workdir):
-            self.workdir = workdir
-        if user not in ("root", "0", "0:0", "root:root"):
-            self.user = user
+        env, workdir, user = take_env(image), take(image, "workdir", str), take(image, "user", str)
+        if workdir is not None and not os.path.isdir(workdir):
+            raise Refusal("bad_cwd", "there is no directory %s" % workdir)
+        os.environ.update(env)
+        if self.evaluator is not None:
+            self.evaluator.news.update(env)
+        self.workdir = workdir or self.workdir
+        if user is not None:
+            self.user = None if user in ("root", "0", "0:0", "root:root") else user
 
     def recipe_value(self, recipe, key, convert, default):
         if not recipe.get(key):
@@ -2278,7 +2337,10 @@ def read_image(path):
     """What the image says about its processes, as forkd wrote it when it built the disk."""
     try:
         with open(path, "rb") as file:
-            return parse_object(file.read())
+            image = parse_object(file.read())
+            if not os.path.isdir(str(image.get("workdir"))):
+                image.pop("workdir", None)
+            return image
     except (FileNotFoundError, NotADirectoryError):
         return {}
 

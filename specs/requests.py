@@ -77,6 +77,20 @@ class EvalRequest(msgspec.Struct, kw_only=True):
     timeout_secs: float = 30
 
 
+class PrepareRequest(msgspec.Struct, kw_only=True):
+    """Change what children of a branch begin with: defaults of commands, and a warm runtime.
+
+    ``args`` is started and must say ready; with ``lang`` (such as ``node``) evals go to it from then on.
+    """
+
+    env: dict[str, str] = {}
+    workdir: str | None = None
+    user: str | None = None
+    args: list[str] | None = None
+    lang: str | None = None
+    timeout_secs: float = 60
+
+
 class Cleanup(msgspec.Struct, kw_only=True):
     """Find what dead processes left; with ``remove`` also remove it."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput
 from forkd.specs.models import EvalResult, ExecResult
-from forkd.specs.requests import EvalRequest, ExecRequest
+from forkd.specs.requests import EvalRequest, ExecRequest, PrepareRequest
 
 MAX_ARGS = 4096
 
@@ -67,6 +67,16 @@ async def eval_code(runtime: Runtime, sandbox_id: str, request: EvalRequest) -> 
     result = await runtime.sandbox(sandbox_id).link.eval(request.code, timeout=request.timeout_secs)
     runtime.observe("eval", id=sandbox_id, exit_code=result.exit_code, seconds=time.monotonic() - began)
     return result
+
+
+async def prepare(runtime: Runtime, sandbox_id: str, request: PrepareRequest) -> None:
+    """New defaults of commands, or a warm runtime, for this sandbox and all its branches."""
+    if not 0 < request.timeout_secs <= 3600:
+        raise BadInput(f"a timeout of {request.timeout_secs:g} s is not possible", hint="give up to 3600")
+    fields = {"workdir": request.workdir, "user": request.user, "args": request.args, "lang": request.lang}
+    given = {key: value for key, value in fields.items() if value is not None}
+    op = {"op": "prepare", "env": request.env, "timeout": request.timeout_secs, **given}
+    await runtime.sandbox(sandbox_id).link.request(op, timeout=request.timeout_secs + 10)
 
 
 async def ping(runtime: Runtime, sandbox_id: str) -> dict[str, Any]:

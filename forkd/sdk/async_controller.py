@@ -166,6 +166,22 @@ class AsyncController:
         body = {"code": code, "timeout_secs": timeout_secs}
         return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/eval", body, lasts=timeout_secs)
 
+    async def prepare_sandbox(
+        self,
+        sandbox_id: str,
+        env: dict[str, str] | None = None,
+        workdir: str | None = None,
+        user: str | None = None,
+        args: list[str] | None = None,
+        lang: str | None = None,
+        timeout_secs: float = 60,
+    ) -> None:
+        """Change what children of its branches begin with: defaults of commands, a warm runtime (``args``)."""
+        given = {"env": env, "workdir": workdir, "user": user, "args": args, "lang": lang}
+        body = {key: value for key, value in given.items() if value is not None}
+        path = f"/v1/sandboxes/{_quote(sandbox_id)}/prepare"
+        await self._call("POST", path, {**body, "timeout_secs": timeout_secs}, lasts=timeout_secs)
+
     async def ping_sandbox(self, sandbox_id: str) -> dict[str, Any]:
         """Ask the agent in the guest."""
         return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/ping", {})

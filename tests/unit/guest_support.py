@@ -52,12 +52,16 @@ class AgentProcess:
 
 @contextmanager
 def running_agent(
-    recipe: Path | None = None, env: Mapping[str, str] | None = None, umask: int = 0o022
+    recipe: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    umask: int = 0o022,
+    image: Path | None = None,
 ) -> Iterator[AgentProcess]:
     host, guest = socket.socketpair()
     sync = os.urandom(16)
     command = [sys.executable, "-I", "-S", str(AGENT), "--fd", str(guest.fileno()), "--sync", sync.hex()]
     command += ["--no-host-effects", "--recipe", str(recipe or "/nonexistent")]
+    command += ["--image", str(image or "/nonexistent")]
     process = subprocess.Popen(command, pass_fds=[guest.fileno()], env=dict(os.environ, **(env or {})))
     guest.close()
     try:

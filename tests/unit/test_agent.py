@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import json
 import os
 import re
 import signal
@@ -908,3 +909,55 @@ async def test_python_warm_up_code_runs_in_the_interpreter_and_again_in_a_fresh_
             notes = (await link.ready()).notes
             assert "FORKD_WARMUP_PY failed" in notes[0]
             assert "no_such_module" in notes[0]
+
+
+async def test_a_running_guest_is_prepared_for_its_children(tmp_path: Path) -> None:
+    (tmp_path / "bridge.py").write_text(BRIDGE)
+    with running_agent() as agent:
+        async with agent.link() as link:
+            defaults = {"op": "prepare", "env": {"WHO": "prepared"}, "workdir": str(tmp_path)}
+            check_shape(defaults, "request_prepare")
+            await link.request(defaults, timeout=5)
+            assert await sh(link, "echo $WHO; pwd") == f"prepared\n{tmp_path}\n"
+            assert (await link.eval("import os; os.environ['WHO']")).result == "'prepared'"
+            runtime = {"op": "prepare", "args": ["python3", f"{tmp_path}/bridge.py"], "lang": "node"}
+            check_shape(runtime, "request_prepare")
+            await link.request(runtime, timeout=20)
+            assert (await link.eval("x")).result_json == {"code": "x"}
+            assert (await link.request({"op": "ping"}, timeout=5))["agent_lang"] == "node"
+            with pytest.raises(BadInput):
+                await link.request(runtime, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "said"),
+    [
+        ({"args": ["/nonexistent/program"]}, "not_ready", "did not start"),
+        ({"args": ["false"]}, "not_ready", "exited"),
+        ({"args": ["sleep", "1000"], "timeout": 0.2}, "not_ready", "in time"),
+        ({"args": []}, "bad_request", "args"),
+        ({"lang": "node"}, "bad_request", "lang"),
+        ({"workdir": "/nonexistent"}, "bad_cwd", "directory"),
+    ],
+)
+async def test_a_preparation_that_fails_says_why_and_changes_nothing(
+    link: GuestLink, fields: dict[str, Any], code: str, said: str
+) -> None:
+    with pytest.raises(ForkdError, match=said) as caught:
+        await link.request({"op": "prepare", **fields}, timeout=10)
+    assert code_of(caught) == code
+    assert (await link.eval("1")).result == "1"
+    assert (await link.request({"op": "ping"}, timeout=5))["warmup_ready"] is True
+
+
+async def test_an_image_gives_commands_their_defaults(tmp_path: Path) -> None:
+    image = tmp_path / "image.json"
+    image.write_text(json.dumps({"env": {"WHO": "the image"}, "workdir": str(tmp_path), "user": "root"}))
+    with running_agent(image=image) as agent:
+        async with agent.link() as link:
+            assert await sh(link, "echo $WHO; pwd") == f"the image\n{tmp_path}\n"
+            assert await sh(link, "pwd", cwd="/") == "/\n"
+    image.write_text("[]")
+    with running_agent(image=image) as agent:
+        async with agent.link() as link:
+            assert "not understood" in (await link.ready()).notes[0]

@@ -28,7 +28,14 @@ from forkd.specs.errors import (
     SnapshotNotFound,
 )
 from forkd.specs.models import EvalResult, ExecResult, SandboxInfo, SnapshotInfo
-from forkd.specs.requests import BranchRequest, CreateSandboxes, EvalRequest, ExecRequest, UpdateSandbox
+from forkd.specs.requests import (
+    BranchRequest,
+    CreateSandboxes,
+    EvalRequest,
+    ExecRequest,
+    PrepareRequest,
+    UpdateSandbox,
+)
 
 
 class FailedChild(ErrorBody, kw_only=True):
@@ -122,6 +129,13 @@ async def evaluate(request: Request) -> Response:
     return reply(await execute.eval_code(runtime_of(request), request.path_params["id"], body))
 
 
+async def prepare(request: Request) -> Response:
+    """Change what children of its branches begin with: defaults of commands, a warm runtime."""
+    body = await read_body(request, PrepareRequest)
+    await execute.prepare(runtime_of(request), request.path_params["id"], body)
+    return Response(status_code=204)
+
+
 async def ping(request: Request) -> Response:
     """Ask the agent."""
     return reply(await execute.ping(runtime_of(request), request.path_params["id"]))
@@ -161,6 +175,7 @@ routes = [
         body=BranchRequest,
         errors=(BadInput, Conflict, CaptureFailed, NoSpace, *IN_SANDBOX),
     ),
+    route("POST", f"{ID}/prepare", prepare, {204: None}, body=PrepareRequest, errors=(BadInput, *IN_SANDBOX)),
     route("POST", f"{ID}/ping", ping, {200: dict[str, Any]}, errors=IN_SANDBOX),
     route("GET", f"{ID}/stats", stats, {200: dict[str, Any]}, errors=IN_SANDBOX),
 ]
