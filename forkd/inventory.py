@@ -11,7 +11,8 @@ import msgspec
 
 from forkd.linux.process import start_time
 from forkd.specs.errors import Conflict
-from forkd.specs.models import SandboxInfo, Snapshot
+from forkd.specs.models import SandboxInfo, Snapshot, WorkspaceInfo
+from forkd.specs.requests import CreateWorkspace
 
 if TYPE_CHECKING:
     from forkd.sandbox import Sandbox
@@ -21,6 +22,7 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS sandboxes (
     id TEXT PRIMARY KEY, pid INTEGER NOT NULL, starttime INTEGER NOT NULL, source TEXT NOT NULL, info TEXT NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS workspaces (name TEXT PRIMARY KEY, made TEXT NOT NULL, info TEXT NOT NULL) STRICT;
 """
 
 
@@ -35,6 +37,14 @@ class Row:
     info: SandboxInfo
 
 
+@dataclass(slots=True)
+class Workspace:
+    """A workspace as written down: what the API shows, and what its sandbox was asked to be."""
+
+    info: WorkspaceInfo
+    made: CreateWorkspace
+
+
 class Inventory(Protocol):
     """Where running sandboxes are written down."""
 
@@ -46,6 +56,15 @@ class Inventory(Protocol):
 
     def rows(self) -> list[Row]:
         """Every sandbox written down, oldest first."""
+
+    def workspaces(self) -> list[Workspace]:
+        """Every workspace, by name."""
+
+    def save_workspace(self, workspace: Workspace) -> None:
+        """Write a workspace down for good: it is on the disk when this returns. Takes its time."""
+
+    def remove_workspace(self, name: str) -> None:
+        """Forget a workspace for good."""
 
     def close(self) -> None:
         """Let go of the file."""
@@ -64,6 +83,18 @@ class NoInventory:
         """None."""
         return []
 
+    def workspaces(self) -> list[Workspace]:
+        """None."""
+        return []
+
+    def save_workspace(self, workspace: Workspace) -> None:
+        """Refused."""
+        raise AssertionError("workspaces need a daemon")
+
+    def remove_workspace(self, name: str) -> None:
+        """Refused."""
+        raise AssertionError("workspaces need a daemon")
+
     def close(self) -> None:
         """Nothing."""
 
@@ -71,7 +102,8 @@ class NoInventory:
 class SqliteInventory:
     """One file, written ahead (WAL): a killed process loses nothing it has written, and never half a row.
 
-    Rows need not survive a power cut, which no machine survives either, so no write waits for the disk.
+    Sandboxes need not survive a power cut, which no machine survives either, so those writes wait for no disk;
+    workspaces do, so theirs end with a checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,6 +149,31 @@ class SqliteInventory:
             )
             for sandbox_id, pid, starttime, source, info in found
         ]
+
+    def workspaces(self) -> list[Workspace]:
+        """Decode them all."""
+        found = self._db.execute("SELECT made, info FROM workspaces ORDER BY name").fetchall()
+        return [
+            Workspace(
+                info=msgspec.json.decode(info, type=WorkspaceInfo), made=msgspec.json.decode(made, type=CreateWorkspace)
+            )
+            for made, info in found
+        ]
+
+    def save_workspace(self, workspace: Workspace) -> None:
+        """Insert or replace, then wait for the disk."""
+        values = (
+            workspace.info.name,
+            msgspec.json.encode(workspace.made).decode(),
+            msgspec.json.encode(workspace.info).decode(),
+        )
+        self._db.execute("INSERT OR REPLACE INTO workspaces VALUES (?, ?, ?)", values)
+        self._db.execute("PRAGMA wal_checkpoint(FULL)")
+
+    def remove_workspace(self, name: str) -> None:
+        """Delete, then wait for the disk."""
+        self._db.execute("DELETE FROM workspaces WHERE name = ?", (name,))
+        self._db.execute("PRAGMA wal_checkpoint(FULL)")
 
     def close(self) -> None:
         """Close the file."""

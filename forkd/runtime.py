@@ -59,6 +59,7 @@ class Runtime:
     keeps: bool = False
     """Whether sandboxes go on when this runtime is left, for another one to adopt."""
     adopting: set[str] = field(default_factory=set)
+    busy_workspaces: set[str] = field(default_factory=set)
 
     def engine(self, name: str | None = None) -> Engine:
         """The engine called ``name``, or the one the settings choose; made on first use."""

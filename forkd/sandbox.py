@@ -11,7 +11,15 @@ import trio
 
 from forkd.guestlink import GuestLink, ResumeInfo
 from forkd.specs.engine import Machine, Slot
-from forkd.specs.errors import EngineError, GuestError, GuestTimeout, GuestUnreachable, MachineGone, OutOfMemory
+from forkd.specs.errors import (
+    EngineError,
+    ForkdError,
+    GuestError,
+    GuestTimeout,
+    GuestUnreachable,
+    MachineGone,
+    OutOfMemory,
+)
 from forkd.specs.models import SandboxInfo
 
 if TYPE_CHECKING:
@@ -63,6 +71,7 @@ async def run_sandbox(
     slot = plan.adopted or runtime.slots.take(plan.id)
     machine: Machine | None = None
     sandbox: Sandbox | None = None
+    failed = False
     try:
         async with runtime.start_limit:
             runtime.slots.limits.apply(plan.info, lenient=plan.adopted is not None)
@@ -79,13 +88,18 @@ async def run_sandbox(
             runtime.observe("spawn", id=plan.id, tag=plan.info.snapshot_tag, spawn_ms=plan.info.spawn_ms)
         task_status.started(sandbox)
         await sandbox.stop.wait()
-    except (EngineError, GuestError) as error:
+    except ForkdError as error:
+        failed = True
+        if not isinstance(error, EngineError | GuestError):
+            raise
         if why := runtime.slots.limits.ran_out(plan.info):
             raise OutOfMemory(f"{plan.id} {why}", hint="give it more memory") from error
         raise
     finally:
         runtime.sandboxes.pop(plan.id, None)
-        if sandbox is None or sandbox.stop.is_set() or sandbox.source is None or not runtime.keeps:
+        up = sandbox is not None or plan.adopted is not None
+        stopped = failed or (sandbox is not None and sandbox.stop.is_set())
+        if stopped or not (runtime.keeps and up and plan.source is not None):
             with trio.CancelScope(shield=True):
                 if machine is not None:
                     await machine.kill()

@@ -129,6 +129,24 @@ class SandboxInfo(msgspec.Struct, kw_only=True):
     warnings: list[str] = []
 
 
+class WorkspaceInfo(msgspec.Struct, kw_only=True):
+    """A named sandbox whose state outlives it.
+
+    ``status`` is ``running``, ``suspended``, or ``stale`` if its sandbox ended by itself; ``reason`` then says how.
+    """
+
+    id: str
+    name: str
+    source_snapshot_tag: str
+    current_state_tag: str | None = None
+    status: str = "running"
+    live_sandbox_id: str | None = None
+    created_at_unix: int
+    last_active_unix: int
+    last_branch_memory_path: str | None = None
+    reason: str | None = None
+
+
 class ExecResult(msgspec.Struct, kw_only=True):
     """How a command in the guest ended.
 

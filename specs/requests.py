@@ -49,6 +49,18 @@ class CreateSandboxes(msgspec.Struct, kw_only=True):
     hugepages: bool = False
 
 
+class CreateWorkspace(CreateSandboxes, kw_only=True):
+    """A sandbox under a name; everything but ``n`` is as for a sandbox, and is kept for when it is resumed."""
+
+    name: str
+
+
+class SuspendWorkspace(msgspec.Struct, kw_only=True):
+    """Capture the workspace's sandbox and end it; with ``diff`` only what changed since it was resumed is written."""
+
+    diff: bool = False
+
+
 class UpdateSandbox(msgspec.Struct, kw_only=True):
     """Change a running sandbox; what is absent stays. With ``best_effort`` a limit that cannot be had is a warning."""
 

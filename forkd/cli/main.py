@@ -31,6 +31,7 @@ VERBS = {
     "wp-bench": ("forkd.cli.wp_bench", "Measure userfaultfd write protection."),
     "where": ("forkd.cli.where", "Print the data directory."),
     "plugin": ("forkd.cli.plugin", "List plugins; check one; start a new one."),
+    "workspace": ("forkd.cli.workspace", "Named sandboxes that are suspended and resumed."),
     "daemon": ("forkd.cli.daemon", "Serve the REST API; sandboxes outlive commands."),
     "cleanup": ("forkd.cli.cleanup", "Find and remove what killed commands left behind."),
 }

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from forkd.daemon import wire
-from forkd.daemon.routes import about, host, sandboxes, snapshots
+from forkd.daemon.routes import about, host, sandboxes, snapshots, workspaces
 from forkd.runtime import Runtime
 from forkd.specs.errors import ForkdError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def make_app(runtime: Runtime, metrics: Metrics | None = None) -> Starlette:
     """The app over one runtime; a served one counts with ``metrics``."""
-    routes: list[BaseRoute] = [*about.routes, *host.routes, *snapshots.routes, *sandboxes.routes]
+    routes: list[BaseRoute] = [*about.routes, *host.routes, *snapshots.routes, *sandboxes.routes, *workspaces.routes]
     handlers = {ForkdError: wire.on_error, HTTPException: wire.on_error, Exception: wire.on_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False

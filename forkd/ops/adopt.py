@@ -9,6 +9,7 @@ import trio
 from forkd.inventory import Row
 from forkd.linux.process import end_process
 from forkd.ops.cleanup import cleanup
+from forkd.ops.workspaces import settle_workspaces
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, run_sandbox
 from forkd.slots import workers_in
@@ -40,6 +41,7 @@ async def adopt_all(runtime: Runtime) -> None:
         await done.wait()
     if rows:
         log.info("adopted %d of %d sandboxes of an earlier daemon", len(runtime.sandboxes), len(rows))
+    await settle_workspaces(runtime)
     for leftover in await cleanup(runtime, remove=True):
         if leftover.action == "DEL":
             log.info("removed %s: %s", leftover.path, leftover.reason)

@@ -15,8 +15,11 @@ from forkd.specs.engine import Machine, RestoreSpec, Slot
 from forkd.specs.errors import BadInput, ForkdError, SnapshotNotReady
 from forkd.specs.memory import MemoryLease
 from forkd.specs.models import SandboxInfo
+from forkd.specs.requests import CreateSandboxes
 from forkd.store.chain import resolve
 from forkd.store.snapshots import Stored
+
+PREWARM = "prewarm does nothing here: a branch reads only what the child changed, so there is nothing to warm for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,21 @@ class ForkOptions:
     pids_limit: int | None = None
     io_limit_mibps: int | None = None
     best_effort: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, request: CreateSandboxes) -> ForkOptions:
+        """What a request asks for."""
+        return cls(
+            memory_backend="memfd" if request.live_fork else "file",
+            hugepages=request.hugepages,
+            memory_limit_mib=request.memory_limit_mib,
+            cpu_limit=request.cpu_limit,
+            pids_limit=request.pids_limit,
+            io_limit_mibps=request.io_limit_mibps,
+            best_effort=request.best_effort,
+            warnings=(PREWARM,) if request.prewarm else (),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,5 +118,5 @@ def _info(sandbox_id: str, tag: str, options: ForkOptions, lease: MemoryLease) -
         best_effort=options.best_effort,
         hostname=sandbox_id,
         memory_backend=options.memory_backend,
-        warnings=list(lease.warnings),
+        warnings=[*lease.warnings, *options.warnings],
     )

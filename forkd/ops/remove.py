@@ -6,8 +6,13 @@ from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput, SnapshotBroken, SnapshotInUse
 
 
-def remove_snapshot(runtime: Runtime, tag: str, *, cascade: bool = False, force: bool = False) -> list[str]:
-    """Remove ``tag``; with ``cascade`` all that build on it first, with ``force`` only it. Returns what was removed."""
+def remove_snapshot(
+    runtime: Runtime, tag: str, *, cascade: bool = False, force: bool = False, state_of: str | None = None
+) -> list[str]:
+    """Remove ``tag``; with ``cascade`` all that build on it first, with ``force`` only it. Returns what was removed.
+
+    The state of a suspended workspace stays, unless forced or removed for the workspace itself, ``state_of``.
+    """
     if cascade and force:
         raise BadInput("cascade and force exclude each other")
     runtime.snapshots.path(tag)  # refuses a bad tag before anything is looked at
@@ -18,6 +23,8 @@ def remove_snapshot(runtime: Runtime, tag: str, *, cascade: bool = False, force:
             hint="remove them too with cascade, or orphan them with force",
             dependents=dependents,
         )
+    if not force and (name := _workspace_on(runtime, tag)) not in (None, state_of):
+        raise SnapshotInUse(f"{tag!r} is the state of workspace {name!r}", hint=f"forkd workspace delete {name}")
     removed: list[str] = []
     if cascade:
         for child in dependents:
@@ -29,3 +36,9 @@ def remove_snapshot(runtime: Runtime, tag: str, *, cascade: bool = False, force:
     runtime.snapshots.remove(tag)
     runtime.observe("remove", tag=tag)
     return [*removed, tag]
+
+
+def _workspace_on(runtime: Runtime, tag: str) -> str | None:
+    """The workspace whose state this is."""
+    states = {found.info.current_state_tag: found.info.name for found in runtime.inventory.workspaces()}
+    return states.get(tag)

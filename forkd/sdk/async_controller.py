@@ -190,6 +190,32 @@ class AsyncController:
         """Memory and CPU time a sandbox costs the host."""
         return await self._call("GET", f"/v1/sandboxes/{_quote(sandbox_id)}/stats")
 
+    # -- workspaces --------------------------------------------------------------------------------------------------
+
+    async def list_workspaces(self) -> list[dict[str, Any]]:
+        """All workspaces."""
+        return await self._call("GET", "/v1/workspaces")
+
+    async def create_workspace(self, name: str, snapshot_tag: str, **fields: Any) -> dict[str, Any]:
+        """Fork one child under a name; ``fields`` as for ``spawn_sandboxes``."""
+        return await self._call("POST", "/v1/workspaces", {"name": name, "snapshot_tag": snapshot_tag, **fields})
+
+    async def get_workspace(self, name: str) -> dict[str, Any]:
+        """One workspace."""
+        return await self._call("GET", f"/v1/workspaces/{_quote(name)}")
+
+    async def suspend_workspace(self, name: str, diff: bool = False) -> dict[str, Any]:
+        """Capture its state, then end its sandbox."""
+        return await self._call("POST", f"/v1/workspaces/{_quote(name)}/suspend", {"diff": diff})
+
+    async def resume_workspace(self, name: str) -> dict[str, Any]:
+        """Bring it back."""
+        return await self._call("POST", f"/v1/workspaces/{_quote(name)}/resume", {})
+
+    async def delete_workspace(self, name: str) -> None:
+        """End its sandbox and remove its states."""
+        await self._call("DELETE", f"/v1/workspaces/{_quote(name)}")
+
     # -- below -------------------------------------------------------------------------------------------------------
 
     async def _call(

@@ -60,16 +60,7 @@ async def index(request: Request) -> Response:
 async def create(request: Request) -> Response:
     """Fork children. If only some came up the answer has those, and why the others did not."""
     body = await read_body(request, CreateSandboxes)
-    options = ForkOptions(
-        memory_backend="memfd" if body.live_fork else "file",
-        hugepages=body.hugepages,
-        memory_limit_mib=body.memory_limit_mib,
-        cpu_limit=body.cpu_limit,
-        pids_limit=body.pids_limit,
-        io_limit_mibps=body.io_limit_mibps,
-        best_effort=body.best_effort,
-    )
-    children = await fork(runtime_of(request), body.snapshot_tag, body.n, options)
+    children = await fork(runtime_of(request), body.snapshot_tag, body.n, ForkOptions.of(body))
     rows = [child.sandbox.info for child in children if child.sandbox is not None]
     note_of(request.scope)["ids"] = [row.id for row in rows]
     failed = [child for child in children if child.error is not None]
