@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from forkd.specs.models import Hardware, Platform
 
@@ -144,3 +144,33 @@ class Engine(Protocol):
 
     async def adopt(self, slot: Slot, pid: int, starttime: int) -> Machine:
         """Take over a running VMM that an earlier process of ours started in ``slot``. Raises MachineGone."""
+
+
+class MachineTemplate(Protocol):
+    """A frozen machine from which running ones are cloned. Ends with the process that holds it, if not before."""
+
+    @property
+    def pid(self) -> int:
+        """The frozen process."""
+
+    async def clone(self, slot: Slot) -> Machine:
+        """A machine in ``slot`` that goes on where the frozen one stood, with nothing yet written to its agent channel.
+
+        It shares nothing writable with its siblings, answers on sockets of its own in ``slot``, can be captured like a
+        restored one, and lives on after ``close``. Raises LaunchFailed. On cancellation nothing is left.
+        """
+
+    async def close(self) -> None:
+        """End the frozen process and return when it is gone. Safe to call twice, and while cancelled."""
+
+
+@runtime_checkable
+class TemplateEngine(Protocol):
+    """What an engine with the capability TEMPLATE can do besides."""
+
+    async def freeze(self, machine: Machine, slot: Slot) -> MachineTemplate:
+        """Make a template of a paused machine of this engine in ``slot``; the machine is as before, and may be ended.
+
+        Raises TemplateRefused with the reason where a clone would not be safe: then restore. On cancellation nothing
+        is left.
+        """

@@ -254,6 +254,13 @@ class OutOfMemory(MachineGone):
     code = "out_of_memory"
 
 
+class TemplateRefused(EngineError):
+    """A machine cannot be cloned safely; restoring from the snapshot is the way."""
+
+    code = "template_refused"
+    http_status = 409
+
+
 class CaptureFailed(EngineError):
     """A running machine's state could not be captured; the machine runs on."""
 

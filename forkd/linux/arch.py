@@ -15,9 +15,9 @@ ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND, ERESTART_RESTARTBLOCK = 512, 513, 5
 # System call numbers of x86_64. A second processor brings its own table.
 NR = {
     "close": 3, "lseek": 8, "mmap": 9, "mprotect": 10, "madvise": 28, "getpid": 39, "recvmsg": 47, "socketpair": 53,
-    "clone": 56, "sigaltstack": 131, "prctl": 157, "futex": 202, "restart_syscall": 219, "exit_group": 231,
-    "epoll_ctl": 233, "openat": 257, "set_robust_list": 273, "signalfd4": 289, "eventfd2": 290, "epoll_create1": 291,
-    "dup3": 292, "pipe2": 293, "rseq": 334,
+    "clone": 56, "chdir": 80, "fchdir": 81, "sigaltstack": 131, "prctl": 157, "futex": 202, "restart_syscall": 219,
+    "exit_group": 231, "epoll_ctl": 233, "openat": 257, "set_robust_list": 273, "signalfd4": 289, "eventfd2": 290,
+    "epoll_create1": 291, "dup3": 292, "pipe2": 293, "rseq": 334,
 }  # fmt: skip
 
 # Calls the kernel ends with EINTR at a tracer's stop although no signal came: rt_sigtimedwait and the epoll waits.

@@ -15,7 +15,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import TracebackType
@@ -103,13 +103,20 @@ class ProcessTemplate:
             raise TraceError(f"the template of process {self._source} is closed")
         return self._ghost.tid
 
-    def clone(self, descriptors: Mapping[int, int] | None = None) -> int:
-        """A new running process; `descriptors` maps each number in `replaced` to the caller's, that it may close then.
+    def clone(
+        self,
+        descriptors: Mapping[int, int] | None = None,
+        directory: str | os.PathLike[str] = "/",
+        admit: Callable[[int], None] = lambda pid: None,
+    ) -> int:
+        """A new running process that works in `directory`.
 
-        Raises TraceError; then there is no new process.
+        `descriptors` maps each number in `replaced` to the caller's, which it may close afterwards. `admit` is called
+        with its pid before it runs any code of the program. Raises TraceError, and what `admit` raises; then there is
+        no new process.
         """
         try:
-            cloning = self._tracer.submit(self._clone, dict(descriptors or {}))
+            cloning = self._tracer.submit(self._clone, dict(descriptors or {}), directory, admit)
         except RuntimeError as error:
             raise TraceError(f"the template of process {self._source} is closed") from error
         return cloning.result()
@@ -172,6 +179,7 @@ class ProcessTemplate:
             call("close", far)
             self._lay_out(area, threads, offset, descriptors, near)
             os.pwrite(memory, area.image(), address)
+        call("chdir", self._root)  # it keeps no directory busy
         call("mprotect", code, _PAGE, _PROT_READ | _PROT_EXEC)
         flags = _CLONE_PARENT | _CLONE_PTRACE | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
         main_tid = arch.thread_area(threads[0].registers) + offset
@@ -179,6 +187,7 @@ class ProcessTemplate:
 
     def _lay_out(self, area: Area, threads: list[ThreadState], offset: int, descriptors: Plan, control: int) -> None:
         arch = self._arch
+        self._root = area.place(b"/\0")
         self._descriptors = descriptors
         self._affinities = {}
         free = FreeNumbers(descriptors.used | {control})
@@ -199,11 +208,13 @@ class ProcessTemplate:
         area.write(self._table, table + arch.leave_entry(place_frame(threads[0], area, arch)))
         self._calls = calls
 
-    def _clone(self, descriptors: dict[int, int]) -> int:
+    def _clone(
+        self, descriptors: dict[int, int], directory: str | os.PathLike[str], admit: Callable[[int], None]
+    ) -> int:
         ghost = self._require_ghost()
         if sorted(descriptors) != self._replaced:
             raise TraceError(f"a clone needs the descriptors {self._replaced}, not {sorted(descriptors)}")
-        self._hand_over(descriptors)
+        self._hand_over(descriptors, directory)
         child: Tracee | None = None
         try:
             self._step("handed")
@@ -215,6 +226,7 @@ class ProcessTemplate:
             child.wait_signal(signal.SIGSTOP)
             self._step("built")
             self._check(child)
+            admit(child.tid)
             self._step("checked")
             child.detach()
         except BaseException:
@@ -239,24 +251,29 @@ class ProcessTemplate:
             raise TraceError(f"the ghost of process {self._source} cannot be forked", -pid)
         return Tracee(pid, self._arch)
 
-    def _hand_over(self, descriptors: dict[int, int]) -> None:
-        """Send the caller's descriptors to where the clone will look for them, in the order of its table."""
-        if not self._replaced:
-            return
+    def _hand_over(self, descriptors: dict[int, int], directory: str | os.PathLike[str]) -> None:
+        """Send the directory and the caller's descriptors to where the clone looks for them, in its table's order."""
         assert self._control is not None
         for original in self._descriptors.replaced:
             own = descriptors[original.number]
             flags = fcntl.fcntl(own, fcntl.F_GETFL)
             fcntl.fcntl(own, fcntl.F_SETFL, flags & ~os.O_NONBLOCK | original.nonblocking)
         numbers = [descriptors[original.number] for original in self._descriptors.replaced]
-        socket.send_fds(self._control[1], [b"x"], numbers)
+        try:
+            place = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TraceError(f"a clone cannot work in {os.fspath(directory)}", error.errno) from error
+        try:
+            socket.send_fds(self._control[1], [b"x"], [place, *numbers])
+        finally:
+            os.close(place)
 
     def _drain(self) -> None:
         """Take back descriptors that no clone took, or the next one would get them."""
         assert self._control is not None
         try:
             # Not socket.recv_fds: it drops the flags it is given, and would wait for ever.
-            _, messages, _, _ = self._control[0].recvmsg(1, socket.CMSG_SPACE(4 * len(self._replaced)), _MSG)
+            _, messages, _, _ = self._control[0].recvmsg(1, socket.CMSG_SPACE(4 + 4 * len(self._replaced)), _MSG)
         except BlockingIOError:
             return
         for _, _, data in messages:
@@ -288,15 +305,14 @@ class ProcessTemplate:
 
 
 def _receive(area: Area, descriptors: Plan, control: int, free: FreeNumbers) -> list[Call]:
-    """Calls that receive what the tracer sent and put all descriptors in place."""
-    if not descriptors.replaced:
-        return list(descriptors.calls([], free))
-    room = area.reserve(socket.CMSG_SPACE(4 * len(descriptors.replaced)))
+    """Calls that receive what the tracer sent, go to the directory and put all descriptors in place."""
+    space = socket.CMSG_SPACE(4 + 4 * len(descriptors.replaced))
     vector = area.place(struct.pack("<QQ", area.reserve(16), 1))
-    space = socket.CMSG_SPACE(4 * len(descriptors.replaced))
-    header = struct.pack("<QQQQQQQ", 0, 0, vector, 1, room, space, 0)
-    received = [free.take() for _ in descriptors.replaced]
-    return [Call("recvmsg", (control, header, _MSG), 1), *descriptors.calls(received, free)]
+    header = struct.pack("<QQQQQQQ", 0, 0, vector, 1, area.reserve(space), space, 0)
+    place, *received = [free.take() for _ in range(1 + len(descriptors.replaced))]
+    calls = [Call("recvmsg", (control, header, _MSG), 1), Call("fchdir", (place,)), Call("close", (place,))]
+    free.give_back(place)
+    return [*calls, *descriptors.calls(received, free)]
 
 
 def _take_socket(pid: int, number: int) -> socket.socket:

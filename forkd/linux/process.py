@@ -38,15 +38,27 @@ class ProcessHandle:
     Holds a descriptor until ``wait`` or ``poll`` has seen the process end, or until ``close``.
     """
 
-    def __init__(self, pid: int, pidfd: int, child: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, pid: int, pidfd: int, child: subprocess.Popen[bytes] | None = None, *, cloned: bool = False
+    ) -> None:
         self.pid = pid
         self._pidfd: int | None = pidfd
         self._child = child
+        self._cloned = cloned
+        self._status: int | None = None
 
     @classmethod
     def of_child(cls, child: subprocess.Popen[bytes]) -> ProcessHandle:
         """Take over a child nobody has waited for; it will be reaped here."""
         return cls(child.pid, os.pidfd_open(child.pid), child)
+
+    @classmethod
+    def of_clone(cls, pid: int) -> ProcessHandle:
+        """A clone just made of a process: if that one is our child, so is this one, and will be reaped here.
+
+        Raises ProcessLookupError if it is gone already.
+        """
+        return cls(pid, os.pidfd_open(pid), cloned=True)
 
     @classmethod
     def of_running(cls, pid: int, starttime: int) -> ProcessHandle | None:
@@ -99,7 +111,13 @@ class ProcessHandle:
 
     def _reap(self) -> int | None:
         self.close()
-        return self._child.wait() if self._child is not None else None
+        if self._cloned:
+            self._cloned = False
+            try:
+                self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            except ChildProcessError:
+                pass  # its origin was not our child: init reaps it
+        return self._child.wait() if self._child is not None else self._status
 
 
 async def end_process(pid: int) -> None:

@@ -12,8 +12,9 @@ from forkd.plugins.engine_qemu import command, host
 from forkd.plugins.engine_qemu.command import Fds
 from forkd.plugins.engine_qemu.machine import AGENT_SOCKET, CONSOLE, QMP_SOCKET, Launch, QemuMachine, connect
 from forkd.plugins.engine_qemu.qmp import Qmp
-from forkd.specs.engine import GHOST, TEMPLATE, BootSpec, EngineContext, EngineInfo, RestoreSpec, Slot
-from forkd.specs.errors import MachineGone, SnapshotIncompatible
+from forkd.plugins.engine_qemu.template import QemuTemplate
+from forkd.specs.engine import GHOST, TEMPLATE, BootSpec, EngineContext, EngineInfo, Machine, RestoreSpec, Slot
+from forkd.specs.errors import MachineGone, SnapshotIncompatible, TemplateRefused
 from forkd.specs.models import Platform
 
 TSC_TOLERANCE = 0.01
@@ -102,6 +103,12 @@ class QemuEngine:
             raise
         finally:
             os.close(vmstate)
+
+    async def freeze(self, machine: Machine, slot: Slot) -> QemuTemplate:
+        """A template of a paused machine."""
+        if not isinstance(machine, QemuMachine) or TEMPLATE not in (await self.describe()).capabilities:
+            raise TemplateRefused("only a machine of QEMU's software emulation can be cloned")
+        return await QemuTemplate.of(machine, die_with_owner=slot.die_with_owner)
 
     async def adopt(self, slot: Slot, pid: int, starttime: int) -> QemuMachine:
         """Connect again to a QEMU that kept running."""

@@ -49,6 +49,16 @@ class QemuMachine:
         return self._process.pid
 
     @property
+    def directory(self) -> Path:
+        """Where it works: its slot."""
+        return self._slot.directory
+
+    @property
+    def image(self) -> str:
+        """What its RAM maps."""
+        return self._ram
+
+    @property
     def agent(self) -> trio.SocketStream:
         """The host end of the guest's virtio-serial port."""
         return self._agent
@@ -105,7 +115,7 @@ class Launch:
     def prepare(self) -> tuple[int, int]:
         """Make both listening sockets and connect to them at once: descriptors for QEMU's qmp and agent."""
         for name in (QMP_SOCKET, AGENT_SOCKET):
-            listener, client = _listen_and_connect(self.slot.directory, name)
+            listener, client = listen_and_connect(self.slot.directory, name)
             self._listeners.append(listener)
             self._clients.append(client)
         return self._listeners[0].fileno(), self._listeners[1].fileno()
@@ -211,7 +221,8 @@ def describe_exit(status: int | None) -> str:
     return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
 
 
-def _listen_and_connect(directory: Path, name: str) -> tuple[socket.socket, socket.socket]:
+def listen_and_connect(directory: Path, name: str) -> tuple[socket.socket, socket.socket]:
+    """A listening socket in ``directory`` for QEMU, and our connection to it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

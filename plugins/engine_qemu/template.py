@@ -1,0 +1,134 @@
+"""A frozen QEMU from which running machines are cloned: no state is loaded, no guest code translated again."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import trio
+
+from forkd.linux.clone import ProcessTemplate
+from forkd.linux.descriptors import Descriptor, read_descriptors, take
+from forkd.linux.mapping import read_maps
+from forkd.linux.process import ProcessHandle
+from forkd.linux.ptrace import TraceError
+from forkd.plugins.engine_qemu.machine import AGENT_SOCKET, LOG, QMP_SOCKET, QemuMachine, listen_and_connect
+from forkd.plugins.engine_qemu.qmp import Qmp
+from forkd.specs.engine import Slot
+from forkd.specs.errors import LaunchFailed, TemplateRefused
+
+Role = tuple[str, bool]
+"""What one of QEMU's descriptors is for: the name of its socket and whether it listens, or its log."""
+_LOG: Role = (LOG, False)
+
+
+class QemuTemplate:
+    """Each clone has sockets, log and working directory of its own, and runs where the stopped machine stood."""
+
+    def __init__(self, process: ProcessTemplate, roles: dict[int, Role], ram: str) -> None:
+        self._process = process
+        self._roles = roles
+        self._ram = ram
+        self._one_at_a_time = trio.CapacityLimiter(1)  # the tracer is one thread: let tasks wait, not threads
+
+    @classmethod
+    async def of(cls, machine: QemuMachine, *, die_with_owner: bool) -> QemuTemplate:
+        """Freeze a stopped machine, which lives on. Raises TemplateRefused with the reason, MachineGone."""
+
+        def freeze() -> QemuTemplate:
+            roles, shared = _sort_descriptors(machine)
+            death_signal = 9 if die_with_owner else 0
+            return cls(ProcessTemplate.of(machine.pid, roles, shared, death_signal=death_signal), roles, machine.image)
+
+        try:
+            return await trio.to_thread.run_sync(freeze)
+        except (TraceError, OSError) as error:
+            raise TemplateRefused(f"QEMU {machine.pid} cannot be cloned: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """The frozen process, whose memory is the template's."""
+        return self._process.pid
+
+    @property
+    def stopped_ms(self) -> float:
+        """How long the frozen process was held."""
+        return self._process.stopped_ms
+
+    async def clone(self, slot: Slot) -> QemuMachine:
+        """A running machine in ``slot``. Raises LaunchFailed; then, as on cancellation, nothing is left."""
+        with ExitStack() as theirs, ExitStack() as ours:
+            ends = {name: _Ends(slot.directory, name, theirs, ours) for name in (QMP_SOCKET, AGENT_SOCKET)}
+            log = theirs.enter_context((slot.directory / LOG).open("wb"))
+            given = {number: ends[role[0]].of(role) for number, role in self._roles.items() if role != _LOG}
+            given |= {number: log.fileno() for number, role in self._roles.items() if role == _LOG}
+            process = await trio.to_thread.run_sync(self._clone, given, slot, limiter=self._one_at_a_time)
+            ours.pop_all()
+        qmp = Qmp(ends[QMP_SOCKET].stream())
+        machine = QemuMachine(process, qmp, ends[AGENT_SOCKET].stream(), slot, self._ram)
+        try:
+            await machine.resume()
+        except BaseException:
+            await machine.kill()
+            raise
+        return machine
+
+    def _clone(self, given: dict[int, int], slot: Slot) -> ProcessHandle:
+        try:
+            return ProcessHandle.of_clone(self._process.clone(given, slot.directory, slot.admit))
+        except (TraceError, ProcessLookupError) as error:
+            raise LaunchFailed(f"the template could not be cloned: {error}") from error
+
+    async def close(self) -> None:
+        """End the frozen process; clones live on. Safe to call twice, and while cancelled."""
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self._process.close)
+
+
+class _Ends:
+    """One of a clone's two sockets: listening in its slot as QEMU's own did, with our connection accepted already."""
+
+    def __init__(self, directory: Path, name: str, theirs: ExitStack, ours: ExitStack) -> None:
+        listener, client = listen_and_connect(directory, name)
+        self._listener, self._client = theirs.enter_context(listener), ours.enter_context(client)
+        self._accepted = theirs.enter_context(listener.accept()[0])
+
+    def of(self, role: Role) -> int:
+        """The descriptor for one of QEMU's two."""
+        return (self._listener if role[1] else self._accepted).fileno()
+
+    def stream(self) -> trio.SocketStream:
+        """Our end, which is the machine's from now on."""
+        return trio.SocketStream(trio.socket.from_stdlib_socket(self._client))
+
+
+def _sort_descriptors(machine: QemuMachine) -> tuple[dict[int, Role], set[int]]:
+    """Which of QEMU's descriptors each clone needs its own of, and which all may share: the memory image's.
+
+    QEMU keeps the image open for writing although it maps it privately; it never writes through the descriptor.
+    """
+    address = machine.ram()[0].address
+    image = {mapping.name for mapping in read_maps(machine.pid) if mapping.start == address}
+    roles: dict[int, Role] = {}
+    shared: set[int] = set()
+    for descriptor in read_descriptors(machine.pid):
+        if descriptor.target.removesuffix(" (deleted)") in image:
+            shared.add(descriptor.number)
+        elif role := _role(machine, descriptor):
+            roles[descriptor.number] = role
+    return roles, shared
+
+
+def _role(machine: QemuMachine, descriptor: Descriptor) -> Role | None:
+    if descriptor.target == str(machine.directory / LOG):
+        return _LOG
+    if not descriptor.target.startswith("socket:"):
+        return None
+    with socket.socket(fileno=take(machine.pid, descriptor.number)) as own:
+        if own.family != socket.AF_UNIX:
+            return None
+        name = os.path.basename(own.getsockname())
+        listens = bool(own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return (name, listens) if name in (QMP_SOCKET, AGENT_SOCKET) else None
