@@ -6,6 +6,8 @@ import os
 import shlex
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import trio
@@ -57,6 +59,11 @@ class QemuMachine:
     def image(self) -> str:
         """What its RAM maps."""
         return self._ram
+
+    @property
+    def ram_size(self) -> int | None:
+        """How large its RAM is, where that was needed to find it."""
+        return self._ram_size
 
     @property
     def agent(self) -> trio.SocketStream:
@@ -223,29 +230,34 @@ def describe_exit(status: int | None) -> str:
 
 def listen_and_connect(directory: Path, name: str) -> tuple[socket.socket, socket.socket]:
     """A listening socket in ``directory`` for QEMU, and our connection to it."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Through /proc the address stays short however deep the slot is.
-        listener.bind(f"/proc/self/fd/{directory_fd}/{name}")
-        listener.listen(1)
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.close(directory_fd)
-    return listener, _connect(directory, name)
+    with _short_path(directory, name) as path:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(path)
+            listener.listen(1)
+            return listener, _connect(directory, name)
+        except OSError:
+            listener.close()
+            raise
 
 
 def _connect(directory: Path, name: str) -> socket.socket:
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _short_path(directory, name) as path:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            client.setblocking(False)
+            client.connect(path)
+            return client
+        except OSError:
+            client.close()
+            raise
+
+
+@contextmanager
+def _short_path(directory: Path, name: str) -> Iterator[str]:
+    """Through /proc a socket's address stays short however deep the slot is."""
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        client.setblocking(False)
-        client.connect(f"/proc/self/fd/{directory_fd}/{name}")
-    except OSError:
-        client.close()
-        raise
+        yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
-        os.close(directory_fd)
-    return client
+        os.close(descriptor)

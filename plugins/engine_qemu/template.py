@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,10 +28,11 @@ _LOG: Role = (LOG, False)
 class QemuTemplate:
     """Each clone has sockets, log and working directory of its own, and runs where the stopped machine stood."""
 
-    def __init__(self, process: ProcessTemplate, roles: dict[int, Role], ram: str) -> None:
+    def __init__(self, process: ProcessTemplate, roles: dict[int, Role], ram: str, ram_size: int | None) -> None:
         self._process = process
         self._roles = roles
         self._ram = ram
+        self._ram_size = ram_size
         self._one_at_a_time = trio.CapacityLimiter(1)  # the tracer is one thread: let tasks wait, not threads
 
     @classmethod
@@ -39,8 +41,9 @@ class QemuTemplate:
 
         def freeze() -> QemuTemplate:
             roles, shared = _sort_descriptors(machine)
-            death_signal = 9 if die_with_owner else 0
-            return cls(ProcessTemplate.of(machine.pid, roles, shared, death_signal=death_signal), roles, machine.image)
+            death_signal = signal.SIGKILL if die_with_owner else 0
+            process = ProcessTemplate.of(machine.pid, roles, shared, death_signal=death_signal)
+            return cls(process, roles, machine.image, machine.ram_size)
 
         try:
             return await trio.to_thread.run_sync(freeze)
@@ -67,7 +70,7 @@ class QemuTemplate:
             process = await trio.to_thread.run_sync(self._clone, given, slot, limiter=self._one_at_a_time)
             ours.pop_all()
         qmp = Qmp(ends[QMP_SOCKET].stream())
-        machine = QemuMachine(process, qmp, ends[AGENT_SOCKET].stream(), slot, self._ram)
+        machine = QemuMachine(process, qmp, ends[AGENT_SOCKET].stream(), slot, self._ram, self._ram_size)
         try:
             await machine.resume()
         except BaseException:

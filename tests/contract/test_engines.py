@@ -14,6 +14,7 @@ from forkd.specs.engine import BootSpec
 from forkd.specs.hookspecs import EngineFactory
 from forkd.specs.models import Hardware
 from forkd.testing.engine import EngineContract
+from forkd.testing.template import TemplateContract
 
 pytestmark = pytest.mark.vm
 
@@ -44,3 +45,10 @@ class TestQemuWithTwoCpus(EngineContract):
         import dataclasses
 
         return dataclasses.replace(boot_spec, hardware=Hardware(vcpus=2, mem_mib=192))
+
+
+class TestQemuClones(TemplateContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine_factory(cls) -> EngineFactory:
+        return QemuEngine
