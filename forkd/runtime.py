@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,8 @@ class Runtime:
     keeps: bool = False
     """Whether sandboxes go on when this runtime is left, for another one to adopt."""
     adopting: set[str] = field(default_factory=set)
+    on_up: Callable[[Sandbox], Awaitable[None]] | None = None
+    """Called with every sandbox that has come up, before anybody is told of it."""
     busy_workspaces: set[str] = field(default_factory=set)
 
     def engine(self, name: str | None = None) -> Engine:

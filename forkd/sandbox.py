@@ -81,6 +81,8 @@ async def run_sandbox(
         if plan.adopted is None:
             plan.info.spawn_ms = round((time.monotonic() - began) * 1000, 2)
         sandbox = Sandbox(plan.id, machine, link, slot, plan.source, plan.info)
+        if runtime.on_up is not None and plan.source is not None:
+            await runtime.on_up(sandbox)
         runtime.inventory.save(sandbox)
         runtime.sandboxes[plan.id] = sandbox
         runtime.nursery.start_soon(_watch, runtime, sandbox)

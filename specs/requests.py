@@ -34,7 +34,7 @@ class BuildRootfs(msgspec.Struct, kw_only=True):
 
 
 class CreateSandboxes(msgspec.Struct, kw_only=True):
-    """Fork ``n`` children from a snapshot."""
+    """Fork ``n`` children from a snapshot; with ``partial`` those that come up stay although others failed."""
 
     snapshot_tag: str
     n: int = 1
@@ -47,6 +47,7 @@ class CreateSandboxes(msgspec.Struct, kw_only=True):
     prewarm: bool = False
     live_fork: bool = False
     hugepages: bool = False
+    partial: bool = False
 
 
 class CreateWorkspace(CreateSandboxes, kw_only=True):

@@ -83,7 +83,7 @@ async def fork_and_measure(
     began = time.monotonic()
     failed: list[dict[str, Any]] = []
     try:
-        children = await controller.spawn_sandboxes(tag, count, **fields)
+        children = await controller.spawn_sandboxes(tag, count, partial=True, **fields)
     except ControllerError as error:
         if error.status != 207:
             raise

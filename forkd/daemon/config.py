@@ -29,6 +29,7 @@ class DaemonConfig:
     branch_concurrency: int = 4
     drain_secs: float = 30.0
     end_sandboxes: bool = False
+    agent_ports: str = "auto"
 
     def address(self) -> tuple[str, int] | None:
         """Host and port of ``bind``; None if it is "none". Raises BadInput."""
@@ -50,6 +51,10 @@ class DaemonConfig:
         except ValueError:
             return False
 
+    def opens_agent_ports(self) -> bool:
+        """Whether each sandbox gets a port without authentication; a daemon with tokens has to be told to."""
+        return self.agent_ports == "on" or (self.agent_ports == "auto" and not self.token_file)
+
 
 KINDS: dict[str, type[Any]] = {field.name: type(field.default) for field in dataclasses.fields(DaemonConfig)}
 EXPLAINED = {
@@ -62,6 +67,7 @@ EXPLAINED = {
     "branch_concurrency": "How many branches may be captured at once.",
     "drain_secs": "How long requests may finish when the daemon is stopped.",
     "end_sandboxes": "Whether sandboxes end with the daemon; otherwise the next daemon adopts them.",
+    "agent_ports": "Whether each sandbox gets a loopback port for the JSON-line protocol: on, off, auto (no if tokens).",
 }
 
 
@@ -78,6 +84,8 @@ def load_config(path: str | None, flags: Mapping[str, Any], environ: Mapping[str
         raise BadInput("branch_concurrency is below 1")
     if bool(config.tls_cert) != bool(config.tls_key):
         raise BadInput("tls_cert and tls_key belong together", hint="give both, or neither")
+    if config.agent_ports not in ("on", "off", "auto"):
+        raise BadInput(f"agent_ports is {config.agent_ports!r}", hint="on, off or auto")
     config.address()
     return config
 

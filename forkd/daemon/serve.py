@@ -23,6 +23,7 @@ from forkd.daemon.api import ApiRoute
 from forkd.daemon.app import make_app
 from forkd.daemon.audit import AuditLog
 from forkd.daemon.auth import Tokens
+from forkd.daemon.bridge import Bridge
 from forkd.daemon.config import NONE, DaemonConfig
 from forkd.daemon.gate import Gate
 from forkd.daemon.metrics import Metrics
@@ -48,6 +49,8 @@ async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None
     audit = None if config.audit_log == NONE else AuditLog(Path(config.audit_log or settings.data_dir / "audit.log"))
     async with open_runtime(settings, daemon=True) as runtime:
         with _sockets(settings, config) as sockets, trio.open_signal_receiver(*SIGNALS) as signals:
+            if config.opens_agent_ports():
+                runtime.on_up = Bridge(runtime).open
             await adopt_all(runtime)
             for where in _where(settings, config, sockets):
                 say(f"listening on {where}")

@@ -16,8 +16,8 @@ import msgspec
 
 from forkd.inventory import Workspace
 from forkd.ops.branch import branch
-from forkd.ops.fork import ForkOptions, fork
 from forkd.ops.remove import remove_snapshot
+from forkd.ops.spawn import spawn
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox, end_sandbox
 from forkd.specs.errors import BadInput, Conflict, HostNotReady, NotFound, SnapshotInUse, WorkspaceNotFound
@@ -137,10 +137,8 @@ async def _finish_suspend(runtime: Runtime, workspace: Workspace) -> None:
 
 
 async def _fork_one(runtime: Runtime, tag: str, request: CreateWorkspace) -> Sandbox:
-    child = (await fork(runtime, tag, 1, ForkOptions.of(request)))[0]
-    if child.sandbox is None:
-        assert child.error is not None
-        raise child.error
+    (child,) = await spawn(runtime, msgspec.structs.replace(request, snapshot_tag=tag, n=1, partial=False))
+    assert child.sandbox is not None
     return child.sandbox
 
 

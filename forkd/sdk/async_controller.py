@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 
+from forkd.config import DEFAULT_URL
+from forkd.sdk.discover import own_socket
 from forkd.sdk.errors import ControllerError
 
 OnProgress = Callable[[str, float | None], None]
 OnOutput = Callable[[str, bytes], None]
-DEFAULT_URL = "http://127.0.0.1:8889"
 NDJSON = "application/x-ndjson"
 GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
@@ -32,8 +33,14 @@ class AsyncController:
         *,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """``base_url`` defaults to ``FORKD_URL``, then to the local daemon's port; ``token`` to ``FORKD_TOKEN``."""
-        self.base_url = (base_url or os.environ.get("FORKD_URL") or DEFAULT_URL).rstrip("/")
+        """``base_url`` defaults to ``FORKD_URL``, then to the daemon of the data directory, then to the default port.
+
+        ``token`` defaults to ``FORKD_TOKEN``.
+        """
+        base_url = base_url or os.environ.get("FORKD_URL")
+        if base_url is None and transport is None and (path := own_socket()) is not None:
+            base_url, transport = "http://forkd", httpx.AsyncHTTPTransport(uds=path)
+        self.base_url = (base_url or DEFAULT_URL).rstrip("/")
         self.timeout = timeout
         token = token or os.environ.get("FORKD_TOKEN")
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -106,9 +113,25 @@ class AsyncController:
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
-    async def spawn_sandboxes(self, snapshot_tag: str, n: int = 1, **fields: Any) -> list[dict[str, Any]]:
-        """Fork ``n`` children. If some failed, ControllerError has status 207 and its body both lists."""
-        body = {"snapshot_tag": snapshot_tag, "n": n, **fields}
+    async def spawn_sandboxes(
+        self,
+        snapshot_tag: str,
+        n: int = 1,
+        per_child_netns: bool = False,
+        memory_limit_mib: int | None = None,
+        prewarm: bool = False,
+        live_fork: bool = False,
+        hugepages: bool = False,
+        **fields: Any,
+    ) -> list[dict[str, Any]]:
+        """Fork ``n`` children, all of them or none.
+
+        With ``partial=True`` those that come up stay; if some failed, ControllerError has status 207 and its body both
+        lists, ``sandboxes`` and ``failed``.
+        """
+        asked = {"per_child_netns": per_child_netns, "memory_limit_mib": memory_limit_mib, "prewarm": prewarm}
+        asked |= {"live_fork": live_fork, "hugepages": hugepages}
+        body = {"snapshot_tag": snapshot_tag, "n": n, **{key: value for key, value in asked.items() if value}, **fields}
         return await self._call("POST", "/v1/sandboxes", body)
 
     async def list_sandboxes(self) -> list[dict[str, Any]]:

@@ -1,8 +1,11 @@
-"""The error of the SDK: what the app refused, or why it could not be reached."""
+"""Values both SDKs share: the error, with what the app refused or why it could not be reached; a command's result."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+BranchMode = Literal["full", "diff", "live"]
 
 
 class ControllerError(RuntimeError):
@@ -16,3 +19,13 @@ class ControllerError(RuntimeError):
         self.hint = body.get("hint") if isinstance(body, dict) else None
         message = body.get("error") if isinstance(body, dict) else str(body)
         super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """How a command ended: its output, its exit code, and ``error`` if it never ran or took too long."""
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    error: str | None = None

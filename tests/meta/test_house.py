@@ -89,3 +89,12 @@ def test_every_route_says_what_it_takes_and_gives() -> None:
         for route in importlib.import_module(f"{package.__name__}.{found.name}").routes:
             assert isinstance(route, ApiRoute), f"{route.path} in {found.name} is not declared with forkd.daemon.api"
             assert (route.endpoint.__doc__ or "").strip(), f"{route.path}: the handler has no docstring"
+
+
+def test_the_sync_sdk_is_the_one_the_async_sdk_gives() -> None:
+    import runpy
+
+    tool = runpy.run_path(str(ROOT / "build" / "unasync.py"))
+    for source, target in tool["FILES"].items():
+        made = tool["formatted"](tool["unasync"]((tool["SDK"] / source).read_text()))
+        assert (tool["SDK"] / target).read_text() == made, f"{target} is old: run python build/unasync.py"

@@ -14,7 +14,7 @@ from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body, reply, wants_stream
 from forkd.ops import execute, limits
 from forkd.ops.branch import branch
-from forkd.ops.fork import ForkOptions, fork
+from forkd.ops.spawn import spawn
 from forkd.ops.stats import stats as measure
 from forkd.sandbox import end_sandbox
 from forkd.specs.errors import (
@@ -58,19 +58,12 @@ async def index(request: Request) -> Response:
 
 
 async def create(request: Request) -> Response:
-    """Fork children. If only some came up the answer has those, and why the others did not."""
-    body = await read_body(request, CreateSandboxes)
-    children = await fork(runtime_of(request), body.snapshot_tag, body.n, ForkOptions.of(body))
+    """Fork children: all of them or none; with ``partial`` those that come up, and why the others did not."""
+    children = await spawn(runtime_of(request), await read_body(request, CreateSandboxes))
     rows = [child.sandbox.info for child in children if child.sandbox is not None]
     note_of(request.scope)["ids"] = [row.id for row in rows]
-    failed = [child for child in children if child.error is not None]
-    if not rows:
-        assert failed[0].error is not None
-        raise failed[0].error
-    if failed:
-        problems = [_failed_child(child.index, child.error) for child in failed if child.error]
-        return reply(PartialSpawn(sandboxes=rows, failed=problems), 207)
-    return reply(rows, 201)
+    failed = [_failed_child(child.index, child.error) for child in children if child.error is not None]
+    return reply(PartialSpawn(sandboxes=rows, failed=failed), 207) if failed else reply(rows, 201)
 
 
 async def get(request: Request) -> Response:

@@ -1,0 +1,32 @@
+"""Spawn: fork children as a request asks, all of them or, if it says so, as many as come up."""
+
+from __future__ import annotations
+
+import trio
+
+from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.runtime import Runtime
+from forkd.sandbox import end_sandbox
+from forkd.specs.requests import CreateSandboxes
+
+
+async def spawn(runtime: Runtime, request: CreateSandboxes) -> list[Child]:
+    """One row a child. Unless the request is ``partial`` one failure ends the others too, and is raised.
+
+    The error raised has every failed child with its own error in ``details["failed"]``.
+    """
+    children = await fork(runtime, request.snapshot_tag, request.n, ForkOptions.of(request))
+    errors = [(child.index, child.error) for child in children if child.error is not None]
+    alive = [child.sandbox for child in children if child.sandbox is not None]
+    if not errors or (request.partial and alive):
+        return children
+    async with trio.open_nursery() as nursery:
+        for sandbox in alive:
+            nursery.start_soon(end_sandbox, sandbox)
+    error = errors[0][1]
+    error.details["failed"] = [{"index": index, **_told(child)} for index, child in errors]
+    raise error
+
+
+def _told(error: Exception) -> dict[str, object]:
+    return {"error": str(error), "code": getattr(error, "code", "internal")}
