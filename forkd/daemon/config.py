@@ -67,7 +67,7 @@ EXPLAINED = {
     "branch_concurrency": "How many branches may be captured at once.",
     "drain_secs": "How long requests may finish when the daemon is stopped.",
     "end_sandboxes": "Whether sandboxes end with the daemon; otherwise the next daemon adopts them.",
-    "agent_ports": "Whether each sandbox gets a loopback port for the JSON-line protocol: on, off, auto (no if tokens).",
+    "agent_ports": "Whether each sandbox gets a loopback port for the JSON-line protocol: on, off, auto (no tokens).",
 }
 
 
