@@ -15,25 +15,18 @@ from typing import Any
 WHOLE_PACKAGES = ("forkd.cli", "forkd.daemon", "forkd.ops", "forkd.sdk", "forkd.testing", "forkd.specs", "forkd.linux")
 """Ours, whole: foreign plugins may import what is public, and verbs import late."""
 
-PUBLIC_LIBRARIES = ["cryptography.hazmat.primitives.asymmetric.ed25519", "hypercorn.trio", "prometheus_client"]
+PUBLIC_LIBRARIES = [
+    "cryptography.hazmat.primitives.asymmetric.ed25519",
+    "hypercorn.trio",
+    "prometheus_client",
+    "pytest_trio.plugin",
+]
 """Third-party modules that foreign plugins may count on, besides those that forkd imports where imports can be seen."""
 
 EXCLUDED = [
     *("tkinter", "_tkinter", "turtle", "turtledemo", "idlelib", "lib2to3", "ensurepip", "venv", "test", "pydoc_data"),
-    *("distutils", "setuptools", "pkg_resources", "pip", "PyInstaller", "mypy", "pytest", "_pytest", "hypothesis"),
-    *(
-        "antigravity",
-        "this",
-        "numpy",
-        "curses",
-        "_curses",
-        "_curses_panel",
-        "sqlite3",
-        "_sqlite3",
-        "dbm",
-        "nis",
-        "ossaudiodev",
-    ),
+    *("distutils", "setuptools", "pkg_resources", "pip", "PyInstaller", "mypy", "hypothesis"),
+    *("antigravity", "this", "numpy", "curses", "_curses", "_curses_panel", "dbm", "nis", "ossaudiodev"),
     *("pygments", "uvloop", "IPython", "pycparser", "zstandard._cffi", "zstandard.backend_cffi"),
 ]
 """Not worth their weight, or only here because a developer's environment has them."""
@@ -44,7 +37,7 @@ BULKY = ("cryptography/hazmat/bindings/_rust",)
 """Unpacked at every start, needed by few verbs: inflating these would cost more time than storing them costs space."""
 COMPRESSION = {"BINARY": True, "DATA": True, "PYSOURCE": True, "PYMODULE": True, "EXTENSION": False, "PYZ": False}
 
-DATA = ("guest", "specs/schemas", "specs/formats", "docs")
+DATA = ("guest", "specs/schemas", "specs/formats", "docs", "forkd/testing/skeletons")
 
 
 def standard_library() -> list[str]:
@@ -77,7 +70,8 @@ def data_files(root: Path) -> list[tuple[str, str]]:
     for folder in DATA:
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
-                found.append((str(path), str(Path("forkd") / path.parent.relative_to(root))))
+                inside = str(path.parent.relative_to(root)).removeprefix("forkd/")
+                found.append((str(path), f"forkd/{inside}"))
     return found
 
 

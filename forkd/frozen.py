@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +25,52 @@ _PR_SET_PDEATHSIG = 1
 _OWNER = ".forkd-owner"
 _UNOWNED_SECONDS = 600
 _held: list[int] = []
+_packed: dict[str, str] = {}
 
 
-def start() -> None:
-    """Make the binary behave like a program that was never packed; from source there is nothing to do."""
+def start(*, helper: bool = False) -> None:
+    """Make the binary behave like a program that was never packed; from source there is nothing to do.
+
+    A ``helper`` runs in the directory of the forkd that started it, so it neither owns one nor looks for others.
+    """
     if not FROZEN:
         return
-    clean_environment(os.environ)
+    _packed.update(clean_environment(os.environ))
+    if helper:
+        return
     _die_with_launcher()
     unpacked = Path(sys._MEIPASS)  # type: ignore[attr-defined]
     _own(unpacked)
     sweep(unpacked.parent, keep=unpacked)
 
 
-def clean_environment(environ: Any) -> None:
-    """Undo what the launcher did to the environment, so that programs we start, forkd too, start as from a shell."""
+def clean_environment(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Undo what the launcher did to the environment, so that programs we start, forkd too, start as from a shell.
+
+    Returns what was taken out.
+    """
+    removed = {name: value for name, value in environ.items() if name.startswith("_PYI_")}
+    if "LD_LIBRARY_PATH" in environ:
+        removed["LD_LIBRARY_PATH"] = environ["LD_LIBRARY_PATH"]
+    for name in removed:
+        del environ[name]
     original = environ.pop("LD_LIBRARY_PATH_ORIG", None)
     if original is not None:
         environ["LD_LIBRARY_PATH"] = original
-    else:
-        environ.pop("LD_LIBRARY_PATH", None)
-    for name in [name for name in environ if name.startswith("_PYI_")]:
-        del environ[name]
+    return removed
 
 
 def module_command(module: str, *args: str) -> list[str]:
     """The command that runs one of our modules as a program of its own (``python -m``, where there is a python)."""
     return [sys.executable, *([RUN_MODULE] if FROZEN else ["-m"]), module, *args]
+
+
+def module_environment() -> dict[str, str]:
+    """The environment for ``module_command``: the binary then runs as one process, from what is unpacked already.
+
+    So such a process must not outlive us.
+    """
+    return {**os.environ, **_packed}
 
 
 def run_module(module: str, args: list[str]) -> None:

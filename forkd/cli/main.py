@@ -98,8 +98,9 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: broken pipes and Ctrl-C end quietly, as people expect."""
-    frozen.start()
-    if sys.argv[1:2] == [frozen.RUN_MODULE]:
+    helper = sys.argv[1:2] == [frozen.RUN_MODULE]
+    frozen.start(helper=helper)
+    if helper:
         frozen.run_module(sys.argv[2], sys.argv[3:])
         return
     try:

@@ -1,18 +1,19 @@
-"""`forkd plugin`: what plugins there are and what became of them."""
+"""`forkd plugin`: what plugins there are and what became of them; check one, start a new one."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
-from forkd.cli.common import json_option, print_json, table, with_controller
+from forkd.cli.common import fail, json_option, print_json, table, with_controller
 
 
 @click.group("plugin")
 def command() -> None:
-    """List plugins and what they bring.
+    """List plugins and what they bring; check one; start a new one.
 
     Plugins come with forkd, from installed packages (entry points of group "forkd"), and from $FORKD_PLUGIN_DIR (by
     default "plugins" below the data directory). FORKD_DISABLE_PLUGINS=name,name leaves some out.
@@ -51,3 +52,51 @@ def info(name: str, as_json: bool) -> None:
     for key in ("hooks", "provides"):
         for item in row[key]:
             click.echo(f"{key:<9} {item}")
+
+
+@command.command("new")
+@click.argument("kind", metavar="KIND")
+@click.argument("name")
+@click.option("--folder", type=click.Path(path_type=Path), default=".", help="Where to make it; here by default.")
+def new(kind: str, name: str, folder: Path) -> None:
+    """Start a plugin that works: a package NAME with a test.
+
+    KIND is branch-mode, memory-backend, rootfs-builder, hub-transport, engine, command or observer.
+    """
+    from forkd.specs.errors import ForkdError
+    from forkd.testing.skeleton import write
+
+    try:
+        made = write(kind, name, folder)
+    except ForkdError as error:
+        fail(error)
+    for path in made:
+        click.echo(path)
+    click.echo(f"next: forkd plugin check {made[0]}", err=True)
+    click.echo(f"use it: pip install {made[0].parent}, or copy {made[0].name} into $FORKD_PLUGIN_DIR", err=True)
+
+
+@command.command("check")
+@click.argument("plugin")
+@click.option("--image", help="For a rootfs builder: a reference it can build.")
+@click.option("--bad-image", help="For a rootfs builder: a reference it accepts and must refuse to build.")
+@click.option("--rootfs", help="For an engine: a disk to boot.")
+@click.option("--url", help="For a hub transport: an empty registry it may write to.")
+def check(plugin: str, **options: str | None) -> None:
+    """Load PLUGIN (a name, a file or a package) and run the contract suite of its kind on it."""
+    from forkd.specs.errors import ForkdError
+    from forkd.testing import check as suites
+
+    try:
+        found = suites.find(plugin)
+        for item in found.record.provides or found.record.hooks:
+            click.echo(f"{found.record.name}: {item}")
+        for note in suites.skipped(found, options):
+            click.echo(f"{found.record.name}: {note}", err=True)
+        status = suites.run(plugin, options)
+    except ForkdError as error:
+        fail(error)
+    if status != 0:
+        click.echo(f"forkd: error: plugin {found.record.name} breaks its contract", err=True)
+        sys.exit(1)
+    click.echo(f"{found.record.name}: in order")

@@ -7,12 +7,12 @@ import os
 import signal
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import trio
 import trio.testing
 
+from forkd import frozen
 from forkd.linux.mapping import find_ram
 from forkd.linux.process import ProcessHandle
 from forkd.specs.engine import RamRegion
@@ -20,17 +20,6 @@ from forkd.specs.errors import EngineError, MachineGone
 
 PAGE = 4096
 _STAMP = struct.Struct("<Q")
-_CODE = """
-import mmap, os, struct, sys
-fd = os.open(sys.argv[1], os.O_RDWR)
-ram = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE)
-print("ready", flush=True)
-count = 0
-while True:
-    count += 1
-    for offset in range(0, int(sys.argv[2]), 4096):
-        struct.pack_into("<Q", ram, offset, count)
-"""
 
 
 class StampingMachine:
@@ -42,8 +31,8 @@ class StampingMachine:
 
     def __init__(self, image: Path, stamped: int) -> None:
         self._image = image
-        command = [sys.executable, "-c", _CODE, str(image), str(stamped)]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE)
+        command = frozen.module_command("forkd.testing.stamper", str(image), str(stamped))
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=frozen.module_environment())
         assert child.stdout is not None
         with child.stdout as said:
             said.readline()

@@ -30,6 +30,7 @@ FORBIDDEN = {
     "forkd.daemon": ["forkd.cli", "forkd.sdk", "forkd.plugins"],
     "forkd.sdk": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.cli"],
     "forkd.cli": ["forkd.ops", "forkd.store", "forkd.plugins"],
+    "forkd.testing.skeletons": ["forkd"],
     "forkd.testing": ["forkd.ops", "forkd.hub", "forkd.plugins", "forkd.daemon", "forkd.sdk", "forkd.cli"],
     "forkd.guest": ["forkd"],
 }
@@ -39,6 +40,8 @@ ALLOWED = {
     "forkd.linux": ["forkd.linux"],
     "forkd.hub": ["forkd.hub", "forkd.specs"],
     "forkd.plugins": ["forkd.specs", "forkd.linux", "forkd.frozen"],
+    # what foreign plugins may import (docs/PLUGINS.md): the skeletons are their models
+    "forkd.testing.skeletons": ["forkd.specs", "forkd.linux", "forkd.cli.common", "forkd.plugins.engine_qemu.engine"],
 }
 SPECS_THIRD_PARTY = {"msgspec", "pluggy"}
 
