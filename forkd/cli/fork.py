@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from forkd.cli.children import checked, child_options
 from forkd.cli.common import json_option, mib, ms, print_json, table, with_controller
 
 if TYPE_CHECKING:
@@ -21,47 +22,18 @@ SHOWN = 20
 @click.option("-n", "--n", "count", type=click.IntRange(1, 1000), required=True, help="How many children.")
 @click.option("--settle-secs", type=click.FloatRange(0), default=2.0, show_default=True, help="How long they live.")
 @click.option("--eval", "code", help="Code each child evaluates in its warm interpreter.")
-@click.option("--live-fork", is_flag=True, help="Hold the memory image in a sealed memfd.")
-@click.option("--hugepages", is_flag=True, help="Back that memfd with 2 MiB pages; needs --live-fork.")
-@click.option("--memory-limit-mib", type=click.IntRange(1), help="Memory limit of each child.")
-@click.option("--cpu-limit", type=click.FloatRange(0.01), help="CPUs each child may use, 0.5 for half of one.")
-@click.option("--pids-limit", type=click.IntRange(1), help="Threads the VMM of each child may have.")
-@click.option("--io-limit-mibps", type=click.IntRange(1), help="MiB a second each child may read, and write.")
-@click.option("--best-effort", is_flag=True, help="A limit this host cannot apply is a warning, not an error.")
+@child_options
 @json_option
-def command(
-    tag: str,
-    count: int,
-    settle_secs: float,
-    code: str | None,
-    live_fork: bool,
-    hugepages: bool,
-    memory_limit_mib: int | None,
-    cpu_limit: float | None,
-    pids_limit: int | None,
-    io_limit_mibps: int | None,
-    best_effort: bool,
-    as_json: bool,
-) -> None:
+def command(tag: str, count: int, settle_secs: float, code: str | None, as_json: bool, **fields: Any) -> None:
     """Fork N children from a snapshot, let them run, report, and end them.
 
     \b
     forkd fork --tag python-numpy -n 10 --eval 'numpy.zeros(5).tolist()'
     """
-    if hugepages and not live_fork:
-        raise click.UsageError("--hugepages needs --live-fork")
-    fields: dict[str, Any] = {
-        "live_fork": live_fork,
-        "hugepages": hugepages,
-        "memory_limit_mib": memory_limit_mib,
-        "cpu_limit": cpu_limit,
-        "pids_limit": pids_limit,
-        "io_limit_mibps": io_limit_mibps,
-        "best_effort": best_effort,
-    }
+    asked = checked(fields)
 
     async def work(controller: AsyncController) -> dict[str, Any]:
-        return await fork_and_measure(controller, tag, count, code, settle_secs, fields)
+        return await fork_and_measure(controller, tag, count, code, settle_secs, asked)
 
     report = with_controller(work)
     if as_json:
@@ -75,7 +47,7 @@ def command(
 async def fork_and_measure(
     controller: AsyncController, tag: str, count: int, code: str | None, settle: float, fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fork, evaluate ``code`` in every child at once, measure, settle, count who is alive."""
+    """Fork, evaluate ``code`` in every child at once, measure, settle, count who is alive, end them."""
     import trio
 
     from forkd.sdk.errors import ControllerError
@@ -89,22 +61,16 @@ async def fork_and_measure(
             raise
         children, failed = error.body["sandboxes"], error.body["failed"]
     forked = time.monotonic()
-    answers: dict[str, Any] = {}
-
-    async def ask(child: dict[str, Any]) -> None:
-        assert code is not None
-        answers[child["id"]] = await controller.eval_code(child["id"], code)
-
-    if code is not None:
-        async with trio.open_nursery() as nursery:
-            for child in children:
-                nursery.start_soon(ask, child)
-    answered = time.monotonic()
-    rows = []
-    for child in children:
-        rows.append({**child, **await controller.sandbox_stats(child["id"]), "answer": answers.get(child["id"])})
-    await trio.sleep(settle)
-    alive = {child["id"] for child in await controller.list_sandboxes()}
+    try:
+        answers = await _ask_all(controller, children, code) if code is not None else {}
+        answered = time.monotonic()
+        rows = []
+        for child in children:
+            rows.append({**child, **await controller.sandbox_stats(child["id"]), "answer": answers.get(child["id"])})
+        await trio.sleep(settle)
+        alive = {child["id"] for child in await controller.list_sandboxes()}
+    finally:
+        await _end_all(controller, children)
     return {
         "tag": tag,
         "n": count,
@@ -114,6 +80,39 @@ async def fork_and_measure(
         "children": rows,
         "failed": failed,
     }
+
+
+async def _ask_all(controller: AsyncController, children: list[dict[str, Any]], code: str) -> dict[str, Any]:
+    import trio
+
+    answers: dict[str, Any] = {}
+
+    async def ask(child: dict[str, Any]) -> None:
+        answers[child["id"]] = await controller.eval_code(child["id"], code)
+
+    async with trio.open_nursery() as nursery:
+        for child in children:
+            nursery.start_soon(ask, child)
+    return answers
+
+
+async def _end_all(controller: AsyncController, children: list[dict[str, Any]]) -> None:
+    """End what was forked, wherever it runs; one that has ended by itself is no news."""
+    import trio
+
+    from forkd.sdk.errors import ControllerError
+
+    async def end(child: dict[str, Any]) -> None:
+        try:
+            await controller.kill_sandbox(child["id"])
+        except ControllerError as error:
+            if error.status != 404:
+                raise
+
+    with trio.CancelScope(shield=True):
+        async with trio.open_nursery() as nursery:
+            for child in children:
+                nursery.start_soon(end, child)
 
 
 def show(report: dict[str, Any]) -> None:

@@ -23,19 +23,24 @@ VERBS = {
     "exec": ("forkd.cli.exec", "Run a command in a sandbox."),
     "eval": ("forkd.cli.eval", "Evaluate code in a sandbox's warm interpreter."),
     "ping": ("forkd.cli.ping", "Ask a sandbox's agent whether it is there."),
+    "spawn": ("forkd.cli.spawn", "Fork children that stay; needs a daemon."),
+    "ls": ("forkd.cli.ls", "List running sandboxes."),
+    "kill": ("forkd.cli.kill", "End sandboxes."),
     "images": ("forkd.cli.images", "List local snapshots."),
     "rmi": ("forkd.cli.rmi", "Remove snapshots."),
     "snapshot-diff": ("forkd.cli.snapshot_diff", "Run a command in a child; keep what it changed as a layer."),
     "snapshot-info": ("forkd.cli.snapshot_info", "Lineage and sizes of a snapshot."),
     "snapshot-compact": ("forkd.cli.snapshot_compact", "Flatten a chain of layers."),
+    "bench": ("forkd.cli.bench", "How quick is forkd here: spawn, exec, branch, fan-out."),
     "wp-bench": ("forkd.cli.wp_bench", "Measure userfaultfd write protection."),
     "where": ("forkd.cli.where", "Print the data directory."),
     "plugin": ("forkd.cli.plugin", "List plugins; check one; start a new one."),
     "workspace": ("forkd.cli.workspace", "Named sandboxes that are suspended and resumed."),
     "daemon": ("forkd.cli.daemon", "Serve the REST API; sandboxes outlive commands."),
+    "completion": ("forkd.cli.completion", "Completion for bash, zsh or fish."),
     "cleanup": ("forkd.cli.cleanup", "Find and remove what killed commands left behind."),
 }
-WITHOUT_DAEMON = {"daemon", "where", "wp-bench"}
+WITHOUT_DAEMON = {"completion", "daemon", "where", "wp-bench"}
 
 
 class LazyGroup(click.Group):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forkd.cli.common import print_json, with_controller
+from forkd.cli.common import json_option, print_json, with_controller
 from forkd.cli.target import check_target, target, target_options
 
 if TYPE_CHECKING:
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 @click.command("ping")
 @target_options
-def command(sandbox_id: str | None, tag: str | None) -> None:
-    """Ask a sandbox's agent whether it is there; prints its answer as JSON."""
+@json_option
+def command(sandbox_id: str | None, tag: str | None, as_json: bool) -> None:
+    """Ask a sandbox's agent whether it is there; its answer is JSON with or without --json."""
     check_target(sandbox_id, tag)
 
     async def work(controller: AsyncController) -> dict[str, Any]:

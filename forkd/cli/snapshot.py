@@ -1,8 +1,9 @@
-"""`forkd snapshot`: boot a rootfs and capture it."""
+"""`forkd snapshot`: boot a rootfs and capture it, or capture a running sandbox."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import click
 
@@ -10,8 +11,12 @@ from forkd.cli.common import json_option, print_json, progress_bar, with_control
 
 
 @click.command("snapshot")
-@click.option("--tag", required=True, help="Tag of the new snapshot.")
-@click.option("--rootfs", envvar="FORKD_ROOTFS", required=True, help="An ext4 image, as `forkd parent build` makes.")
+@click.option("--tag", help="Tag of the new snapshot.")
+@click.option("--rootfs", envvar="FORKD_ROOTFS", help="An ext4 image, as `forkd parent build` makes.")
+@click.option("--from-sandbox", "sandbox_id", help="Capture this running sandbox instead; it goes on.")
+@click.option("--diff", "mode", flag_value="diff", help="Write only what it changed.")
+@click.option("--live", "mode", flag_value="live", help="Write only what it changed, while it runs on.")
+@click.option("--no-wait", is_flag=True, help="With --live: return as soon as it runs on; see `forkd images`.")
 @click.option("--kernel", envvar="FORKD_KERNEL", help="Kernel to boot instead of the one `forkd setup` fetches.")
 @click.option("--rw", is_flag=True, help="Accepted for compatibility: every child may write, to an overlay in its RAM.")
 @click.option("--boot-wait-secs", default=0.0, show_default=True, help="Extra seconds to let the guest settle.")
@@ -20,8 +25,11 @@ from forkd.cli.common import json_option, print_json, progress_bar, with_control
 @click.option("--warmup", multiple=True, help="Python to run in the warm interpreter first; repeatable.")
 @json_option
 def command(
-    tag: str,
-    rootfs: str,
+    tag: str | None,
+    rootfs: str | None,
+    sandbox_id: str | None,
+    mode: str | None,
+    no_wait: bool,
     kernel: str | None,
     rw: bool,
     boot_wait_secs: float,
@@ -30,7 +38,22 @@ def command(
     warmup: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Boot a root file system, wait until its agent is ready, capture it."""
+    """Boot a root file system, wait until its agent is ready, capture it; or capture a running sandbox.
+
+    \b
+    forkd snapshot --tag base --rootfs ./debian-bookworm.ext4
+    forkd snapshot --tag later --from-sandbox sb-… --live
+    """
+    if sandbox_id is not None:
+        info = with_controller(
+            lambda controller: controller.branch_sandbox(sandbox_id, tag=tag, mode=mode, wait=not no_wait)
+        )
+        show(info, as_json)
+        return
+    if mode is not None or no_wait:
+        raise click.UsageError("--diff, --live and --no-wait belong to --from-sandbox")
+    if tag is None or rootfs is None:
+        raise click.UsageError("give --tag and --rootfs, or --from-sandbox")
     fields = {
         "rootfs": os.path.abspath(rootfs),
         "kernel": os.path.abspath(kernel) if kernel else None,
@@ -42,7 +65,16 @@ def command(
     }
     with progress_bar() as progress:
         info = with_controller(lambda controller: controller.create_snapshot(tag, progress, **fields))
+    show(info, as_json)
+
+
+def show(info: dict[str, Any], as_json: bool) -> None:
+    """What was made, and for a capture what it cost."""
     if as_json:
         print_json(info)
-    else:
-        click.echo(f"tag: {info['tag']}\ndir: {info['dir']}")
+        return
+    for key in ("tag", "dir", "parent_tag", "pause_ms", "diff_physical_bytes"):
+        if key in ("tag", "dir") or (info.get("branched_from") and info.get(key) is not None):
+            click.echo(f"{key}: {info[key]}")
+    if info["status"] != "ready":
+        click.echo(f"status: {info['status']}")

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import click
 
+from forkd.cli.common import json_option, print_json
+
 
 @click.command("where")
-def command() -> None:
+@json_option
+def command(as_json: bool) -> None:
     """Print the directory where forkd keeps snapshots, disks and kernels."""
     from forkd.config import load_settings
 
-    click.echo(load_settings().data_dir)
+    path = str(load_settings().data_dir)
+    if as_json:
+        print_json({"data_dir": path})
+    else:
+        click.echo(path)

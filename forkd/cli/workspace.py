@@ -55,10 +55,14 @@ def list_(as_json: bool) -> None:
 
 @command.command("delete")
 @click.argument("name")
-def delete(name: str) -> None:
+@json_option
+def delete(name: str, as_json: bool) -> None:
     """End its sandbox and remove its states; the snapshot it came from stays."""
     with_controller(lambda controller: controller.delete_workspace(name))
-    click.echo(f"✓ {name}")
+    if as_json:
+        print_json({"name": name, "deleted": True})
+    else:
+        click.echo(f"✓ {name}")
 
 
 def show(rows: list[dict[str, Any]], as_json: bool, one: bool = False) -> None:

@@ -27,7 +27,7 @@ async def healthz(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """What this is."""
-    return reply({"version": __version__, "api": "v1"})
+    return reply({"version": __version__, "api": "v1", "daemon": runtime_of(request).keeps})
 
 
 async def plugins(request: Request) -> Response:
@@ -59,7 +59,7 @@ async def get_doctor(request: Request) -> Response:
 
 routes = [
     route("GET", "/healthz", healthz, {200: dict[str, bool]}, public=True),
-    route("GET", "/version", version, {200: dict[str, str]}),
+    route("GET", "/version", version, {200: dict[str, str | bool]}),
     route("GET", "/v1/plugins", plugins, {200: list[dict[str, Any]]}),
     route(
         "POST",
