@@ -77,7 +77,7 @@ def test_the_damaged_copy_itself_is_fine_until_damaged(forkd: Forkd, broken: Cal
         (["snapshot", "--tag", "new", "--rootfs", "/etc/hostname", "--mem-size-mib", "1"], 2, "1 MiB"),
         (["snapshot", "--tag", "new", "--rootfs", "/etc/hostname", "--kernel", "/no/kernel"], 2, "/no/kernel"),
         (["snapshot", "--tag", PARENT, "--rootfs", "/etc/hostname"], 1, "exists already"),
-        (["from-image", "no-such-scheme:x", "--tag", "new"], 2, "no rootfs builder"),
+        (["from-image", "Not:An:Image!", "--tag", "new"], 2, "no rootfs builder"),
         (["rmi", "nothing-here"], 1, "no snapshot"),
         (["exec", "--", "true"], 2, "--tag"),
     ],
