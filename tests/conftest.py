@@ -94,7 +94,7 @@ class Daemon:
         with open(self._log, "ab") as log:
             begin = log.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "forkd", "daemon", "--bind", "127.0.0.1:0", *self._flags],
+                [*FORKD, "daemon", "--bind", "127.0.0.1:0", *self._flags],
                 env={**environ, "FORKD_DATA_DIR": str(self._data_dir)},
                 stderr=log,
             )
