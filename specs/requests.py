@@ -46,6 +46,7 @@ class CreateSandboxes(msgspec.Struct, kw_only=True):
     best_effort: bool = False
     prewarm: bool = False
     live_fork: bool = False
+    memory_backend: str | None = None
     hugepages: bool = False
     partial: bool = False
 

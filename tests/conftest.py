@@ -82,8 +82,17 @@ async def controller(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 class Daemon:
     """A daemon process on a data directory, at a port of its own."""
 
-    def __init__(self, data_dir: Path, log: Path, *flags: str) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        log: Path,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        forkd: list[str] = FORKD,
+    ) -> None:
         self._data_dir = data_dir
+        self._env = env or {}
+        self._forkd = forkd
         self._log = log
         self._flags = flags
         self.start()
@@ -94,8 +103,8 @@ class Daemon:
         with open(self._log, "ab") as log:
             begin = log.tell()
             self.process = subprocess.Popen(
-                [*FORKD, "daemon", "--bind", "127.0.0.1:0", *self._flags],
-                env={**environ, "FORKD_DATA_DIR": str(self._data_dir)},
+                [*self._forkd, "daemon", "--bind", "127.0.0.1:0", *self._flags],
+                env={**environ, "FORKD_DATA_DIR": str(self._data_dir), **self._env},
                 stderr=log,
             )
         deadline = time.monotonic() + 120

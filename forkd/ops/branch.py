@@ -26,15 +26,14 @@ def mode_name(request: BranchRequest) -> str:
         raise BadInput(f"mode and {legacy[0]} exclude each other", hint="give mode alone")
     if len(legacy) > 1:
         raise BadInput(f"{' and '.join(legacy)} exclude each other")
-    mode = request.mode or {"diff": "diff", "live": "live"}.get(legacy[0] if legacy else "", "full")
-    if not request.wait and mode != "live":
-        raise BadInput("wait=false needs mode live", hint="the other modes write while the source stands still")
-    return mode
+    return request.mode or {"diff": "diff", "live": "live"}.get(legacy[0] if legacy else "", "full")
 
 
 async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step: Step = no_step) -> SnapshotInfo:
     """Capture a sandbox. With ``wait=false`` returns when the source runs again, with status ``writing``."""
     mode = runtime.plugins.branch_mode(mode_name(request))
+    if not request.wait and not mode.keeps_running:
+        raise BadInput("wait=false needs mode live", hint=f"{mode.name} writes while the source stands still")
     sandbox = runtime.sandbox(sandbox_id)
     source = await _source(runtime, sandbox, mode, request)
     cap = runtime.settings.branch_concurrency

@@ -39,7 +39,7 @@ class ForkOptions:
     def of(cls, request: CreateSandboxes) -> ForkOptions:
         """What a request asks for."""
         return cls(
-            memory_backend="memfd" if request.live_fork else "file",
+            memory_backend=request.memory_backend or ("memfd" if request.live_fork else "file"),
             hugepages=request.hugepages,
             memory_limit_mib=request.memory_limit_mib,
             cpu_limit=request.cpu_limit,
