@@ -46,7 +46,7 @@ async def run_command(
     ``env`` is added to our environment (and ``LC_ALL=C``: output is read by programs). ``on_line`` sees each line of
     standard output and standard error as it comes; a carriage return ends a line too. Raises CommandFailed, and
     FileNotFoundError where there is no such program. On cancellation the program's whole process group gets SIGTERM,
-    after a grace time SIGKILL, and is gone when this returns.
+    after a grace time SIGKILL, and is gone when this returns. If we are killed, the group is killed too.
     """
     output: list[str] = []
     tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -73,6 +73,11 @@ async def run_command(
     assert process.stdout is not None and process.stderr is not None
     async with process.stdout, process.stderr:
         try:
+            guard = _guard(process.pid)
+        except BaseException:
+            process.kill()
+            raise
+        try:
             async with trio.open_nursery() as readers:
                 readers.start_soon(_read_lines, process.stdout, seen_output)
                 readers.start_soon(_read_lines, process.stderr, seen)
@@ -81,9 +86,23 @@ async def run_command(
             if process.returncode is None:
                 with trio.CancelScope(shield=True):
                     await _end_group(process)
+            guard.kill()
+            guard.communicate()  # closes its input and reaps it
     if process.returncode:
         raise CommandFailed(argv, process.returncode, tail)
     return output
+
+
+def _guard(group: int) -> subprocess.Popen[bytes]:
+    """A process that kills the group when we die: it waits for a line that never comes, and gets an end of file then.
+
+    It must be killed before its standard input is closed. A death signal would not do: it reaches the program alone,
+    not what the program has started.
+    """
+    script = 'read -r never; kill -s KILL -- "-$1"'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "forkd-guard", str(group)], stdin=subprocess.PIPE, start_new_session=True
+    )
 
 
 async def _end_group(process: trio.Process) -> None:

@@ -16,6 +16,7 @@ from forkd.specs.branch import BranchMode, Pause, Step
 from forkd.specs.errors import BadInput, CapabilityMissing, ChainBroken, ForkdError, SnapshotNotFound, TooBusy
 from forkd.specs.models import ParentRef, Snapshot, SnapshotInfo
 from forkd.specs.requests import BranchRequest
+from forkd.store.capture import MeasuredDelta
 from forkd.store.snapshots import Stage, Stored
 
 
@@ -50,7 +51,7 @@ async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step
     if work.error is not None:
         raise work.error
     assert work.stored is not None
-    return describe(runtime, work.stored)
+    return _with_measured(describe(runtime, work.stored), work.measured)
 
 
 async def _source(runtime: Runtime, sandbox: Sandbox, mode: BranchMode, request: BranchRequest) -> Stored:
@@ -109,6 +110,7 @@ class _Branch:
         self.done = trio.Event()
         self.error: ForkdError | None = None
         self.stored: Stored | None = None
+        self.measured: MeasuredDelta | None = None
 
     async def run(self, task_status: trio.TaskStatus[Pause] = trio.TASK_STATUS_IGNORED) -> None:
         """Capture, commit; whatever fails, nothing half-made is left and the source runs."""
@@ -123,6 +125,7 @@ class _Branch:
                 step=self._step,
                 task_status=resumed,
             )
+            self.measured = captured.measured
             if captured.memory.kind == "delta":
                 _check_parent(self._runtime, self._source)
             self._step("commit")
@@ -184,6 +187,15 @@ class _Once(trio.TaskStatus[Pause]):
         assert value is not None
         self.passed = True
         self._outer.started(value)
+
+
+def _with_measured(info: SnapshotInfo, measured: MeasuredDelta | None) -> SnapshotInfo:
+    """Add what a delta would have cost, if that was asked for."""
+    if measured is not None and info.mem_mib is not None:
+        info.diff_ms = round(measured.milliseconds)
+        info.diff_physical_bytes = measured.size
+        info.diff_logical_bytes = info.mem_mib << 20
+    return info
 
 
 def _writing_row(work: _Branch, pause: Pause | None) -> SnapshotInfo:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import trio
 
 from forkd.config import MAX_CHILDREN
+from forkd.ops.prewarm import prewarm
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
@@ -18,8 +19,6 @@ from forkd.specs.models import SandboxInfo
 from forkd.specs.requests import CreateSandboxes
 from forkd.store.chain import resolve
 from forkd.store.snapshots import Stored
-
-PREWARM = "prewarm does nothing here: a branch reads only what the child changed, so there is nothing to warm for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class ForkOptions:
     pids_limit: int | None = None
     io_limit_mibps: int | None = None
     best_effort: bool = False
-    warnings: tuple[str, ...] = ()
+    prewarm: bool = False
 
     @classmethod
     def of(cls, request: CreateSandboxes) -> ForkOptions:
@@ -46,7 +45,7 @@ class ForkOptions:
             pids_limit=request.pids_limit,
             io_limit_mibps=request.io_limit_mibps,
             best_effort=request.best_effort,
-            warnings=(PREWARM,) if request.prewarm else (),
+            prewarm=request.prewarm,
         )
 
 
@@ -76,7 +75,10 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
         info = _info(sandbox_id, tag, options, lease)
         plan = Plan(sandbox_id, start, stored.manifest.agent_sync, info, stored)
         try:
-            children[index] = Child(index, await runtime.nursery.start(run_sandbox, runtime, plan), None)
+            sandbox: Sandbox = await runtime.nursery.start(run_sandbox, runtime, plan)
+            children[index] = Child(index, sandbox, None)
+            if options.prewarm:
+                await prewarm(runtime, sandbox)
         except ForkdError as error:
             children[index] = Child(index, None, error)
 
@@ -118,5 +120,5 @@ def _info(sandbox_id: str, tag: str, options: ForkOptions, lease: MemoryLease) -
         best_effort=options.best_effort,
         hostname=sandbox_id,
         memory_backend=options.memory_backend,
-        warnings=[*lease.warnings, *options.warnings],
+        warnings=list(lease.warnings),
     )

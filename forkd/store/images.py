@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import trio
@@ -12,14 +13,20 @@ from forkd.store import deltas, files
 from forkd.store.snapshots import Stored
 
 RECENT_SECONDS = 60.0
+KEPT_SECONDS = 30 * 86400.0
 
 
 class ImageCache:
-    """Materialised images by content. Evicting one never harms a machine: a mapped file lives until it is unmapped."""
+    """Materialised images by content; those not used for long go, and the oldest where there are too many.
 
-    def __init__(self, root: Path, limit_bytes: int) -> None:
+    Evicting one never harms a machine: a mapped file lives until it is unmapped. One used a moment ago stays, since a
+    machine may be about to map it.
+    """
+
+    def __init__(self, root: Path, limit_bytes: int, limit_seconds: float = KEPT_SECONDS) -> None:
         self.root = root
-        self._limit = limit_bytes
+        self._limit_bytes = limit_bytes
+        self._limit_seconds = limit_seconds
         self._making: dict[str, trio.Lock] = {}
 
     async def image(self, layers: list[Stored]) -> Path:
@@ -45,7 +52,7 @@ class ImageCache:
 
     def _make(self, layers: list[Stored], path: Path) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        self._evict()
+        self.evict()
         staged = self.root / f".{path.stem[:16]}-{os.getpid()}"
         with files.disk_full_as_no_space(self.root):
             try:
@@ -54,13 +61,26 @@ class ImageCache:
             finally:
                 staged.unlink(missing_ok=True)
 
-    def _evict(self) -> None:
-        kept = sorted(self.root.glob("*.bin"), key=lambda path: path.stat().st_mtime, reverse=True)
+    def evict(self) -> list[Path]:
+        """Remove what is too old or too much; what was removed."""
+        removed = []
         total = 0
-        for path in kept:
-            total += files.physical_bytes(path)
-            if total > self._limit and time.time() - path.stat().st_mtime > RECENT_SECONDS:
+        for used, path in sorted(_used(self.root), reverse=True):
+            age = time.time() - used
+            total += files.physical_bytes(path) if path.exists() else 0
+            if age > RECENT_SECONDS and (total > self._limit_bytes or age > self._limit_seconds):
                 path.unlink(missing_ok=True)
+                removed.append(path)
+        return removed
+
+
+def _used(root: Path) -> Iterator[tuple[float, Path]]:
+    """The images and when each was used last."""
+    for path in root.glob("*.bin"):
+        try:
+            yield path.stat().st_mtime, path
+        except FileNotFoundError:
+            continue  # evicted by another process just now
 
 
 def _touch(path: Path) -> bool:
