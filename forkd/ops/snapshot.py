@@ -57,7 +57,7 @@ async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress
         sync = secrets.token_hex(16)
         boot = BootSpec(spec.kernel.kernel, spec.kernel.initrd, rootfs, spec.hardware, sync)
         progress(f"booting ({here.platform.engine}, {here.platform.accelerator})", None)
-        parent = await _boot(runtime, boot)
+        parent = await boot_machine(runtime, boot)
         try:
             for code in spec.warmup:
                 progress(f"warming: {code}", None)
@@ -94,7 +94,7 @@ async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress
     return stored
 
 
-async def _boot(runtime: Runtime, spec: BootSpec) -> Sandbox:
+async def boot_machine(runtime: Runtime, spec: BootSpec) -> Sandbox:
     """Boot with a deadline and one more try: a guest on a busy host may lose its first race with the clock."""
     for attempt in range(1, BOOT_ATTEMPTS + 1):
         sandbox_id = new_sandbox_id()

@@ -6,8 +6,8 @@ import hashlib
 import os
 import tarfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import trio
 import zstandard
@@ -83,11 +83,18 @@ def _unpack(path: Path, target: Path) -> None:
         raise BuildFailed(f"{path} could not be unpacked: {error}") from error
 
 
-def _opened(path: Path) -> tarfile.TarFile:
+@contextmanager
+def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     if path.name.endswith((".tar.zst", ".tzst")):
-        stream: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), closefd=True)  # noqa: SIM115
-        return tarfile.open(fileobj=stream, mode="r|")
-    return tarfile.open(path, mode="r|*")
+        with (
+            open(path, "rb") as packed,
+            zstandard.ZstdDecompressor().stream_reader(packed) as stream,
+            tarfile.open(fileobj=stream, mode="r|") as archive,
+        ):
+            yield archive
+    else:
+        with tarfile.open(path, mode="r|*") as archive:
+            yield archive
 
 
 def _checked(archive: tarfile.TarFile, target: Path) -> Iterator[tarfile.TarInfo]:
