@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow setup deps lint unit vm binary test-binary bench clean
+.PHONY: demo test test-slow setup deps lint unit vm binary test-binary bench bench-branch clean
 
 demo: setup
 	$(BIN)/forkd quickstart -n 10
@@ -48,6 +48,10 @@ test-binary: dist/forkd  ## the CLI and VM cases again, on the binary
 
 bench: setup
 	$(BIN)/python tests/bench/fork.py
+
+bench-branch: setup  ## pause and total time of every mode, against QEMU's own; writes docs/branch-bench.json and .png
+	$(BIN)/pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'
+	$(BIN)/python tests/bench/branch.py --throttled
 
 clean:
 	rm -rf $(VENV) .work dist

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 
-from forkd.linux.arch import UnsupportedArch, host_arch
+from forkd.linux.arch import X86_64, UnsupportedArch, host_arch
 from forkd.linux.held import Gadgets, HeldThread, Step, no_step
 from forkd.linux.mapping import read_smaps
 from forkd.linux.ptrace import Tracee, TraceError
@@ -59,6 +59,7 @@ class Ghost:
         self._source = source
         self._dofork = dofork
         self._step = step
+        self._prepared: tuple[X86_64, Gadgets, list[Range]] | None = None
         self._tracee: Tracee | None = None
         self.timings = Timings(0, 0, 0, 0)
         # The kernel ties a tracee to the OS thread that traces it, so this one thread lives as long as the ghost.
@@ -73,16 +74,33 @@ class Ghost:
 
         Owns: the ghost and one OS thread, until `close`. Raises TraceError; the source runs on in every case.
         """
+        ghost = cls.prepare(pid, dofork, step=step)
+        ghost.appear()
+        return ghost
+
+    @classmethod
+    def prepare(cls, pid: int, dofork: Iterable[Range] | None = None, *, step: Step = no_step) -> Ghost:
+        """All of `of` that can be done before: the source notices nothing, and `appear` takes that much less time.
+
+        Owns one OS thread, until `close`. Raises TraceError.
+        """
         ghost = cls(pid, dofork, step)
+        ghost._in_tracer(ghost._prepare)
+        return ghost
+
+    def appear(self) -> None:
+        """Freeze the source and let it go on; blocks for some milliseconds. Raises TraceError, and is closed then."""
+        self._in_tracer(self._make)
+
+    def _in_tracer(self, work: Callable[[], None]) -> None:
         try:
-            ghost._tracer.submit(ghost._make).result()
+            self._tracer.submit(work).result()
         except UnsupportedArch as error:
-            ghost.close()
+            self.close()
             raise TraceError(str(error)) from error
         except BaseException:
-            ghost.close()
+            self.close()
             raise
-        return ghost
 
     @property
     def pid(self) -> int:
@@ -90,10 +108,15 @@ class Ghost:
             raise TraceError(f"the ghost of process {self._source} is closed")
         return self._tracee.tid
 
-    def _make(self) -> None:
+    def _prepare(self) -> None:
         arch = host_arch()
         ranges = unforked_ranges(self._source) if self._dofork is None else list(self._dofork)
-        with HeldThread(self._source, Gadgets.find(self._source, arch), arch, self._step) as source:
+        self._prepared = arch, Gadgets.find(self._source, arch), ranges
+
+    def _make(self) -> None:
+        assert self._prepared is not None, "prepare comes first"
+        arch, gadgets, ranges = self._prepared
+        with HeldThread(self._source, gadgets, arch, self._step) as source:
             allow_fork(source, ranges)
             attached = time.perf_counter()
             self._tracee = source.fork()

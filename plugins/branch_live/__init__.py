@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import trio
 
-from forkd.linux.ghost import Ghost, unforked_ranges
+from forkd.linux.ghost import Ghost
 from forkd.linux.ptrace import TraceError
 from forkd.specs.branch import BranchMode, CaptureSink, MemoryView, Pause, Step
 from forkd.specs.engine import GHOST, Machine
@@ -34,18 +34,17 @@ class LiveMode:
     ) -> None:
         """Pause, device state, ghost, resume; then the changed pages, from the ghost."""
         regions = tuple(machine.ram())
-        # Looked up before the pause: reading a VMM's mappings takes longer than all the rest.
-        unforked = await _traced(unforked_ranges, machine.pid)
-        ghost: Ghost | None = None
-        began = time.monotonic()
+        # Before the pause: reading a VMM's mappings and code takes longer than all the rest.
+        ghost = await _traced(lambda: Ghost.prepare(machine.pid))
         try:
+            began = time.monotonic()
             try:
                 step("pause")
                 await machine.pause()
                 step("devices")
                 await machine.save_devices(sink.vmstate)
                 step("ghost")
-                ghost = await _traced(lambda pid: Ghost.of(pid, unforked), machine.pid)
+                await _traced(ghost.appear)
             finally:
                 with trio.CancelScope(shield=True):
                     await machine.resume()
@@ -54,17 +53,16 @@ class LiveMode:
             await sink.write_delta(MemoryView(ghost.pid, regions))
             step("written")
         finally:
-            if ghost is not None:
-                with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(ghost.close)
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(ghost.close)
 
 
-async def _traced(work: Callable[[int], T], pid: int) -> T:
+async def _traced(work: Callable[[], T]) -> T:
     try:
-        return await trio.to_thread.run_sync(work, pid)
+        return await trio.to_thread.run_sync(work)
     except TraceError as error:
         raise CaptureFailed(
-            f"VMM {pid} cannot be frozen: {error}", hint="use mode diff, which needs no tracing; forkd doctor says more"
+            f"the VMM cannot be frozen: {error}", hint="use mode diff, which needs no tracing; forkd doctor says more"
         ) from error
 
 
