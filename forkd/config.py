@@ -26,6 +26,11 @@ class Settings:
     boot_timeout: float = 120.0
     image_cache_bytes: int = 8 << 30
     branch_concurrency: int = 0
+    spawn: str = "auto"
+    template_count: int = 4
+    template_mib: int = 2048
+    template_idle_secs: float = 600.0
+    template_warmup: int = 20
     plugins: Path | None = None
     disabled_plugins: tuple[str, ...] = ()
 
@@ -76,7 +81,7 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: object)
     values: dict[str, object] = {"data_dir": _data_dir(env)}
     if kernel := env.get("FORKD_KERNEL"):
         values["kernel"] = Path(kernel)
-    for key, name in (("engine", "FORKD_ENGINE"), ("accel", "FORKD_ACCEL")):
+    for key, name in (("engine", "FORKD_ENGINE"), ("accel", "FORKD_ACCEL"), ("spawn", "FORKD_SPAWN")):
         if value := env.get(name):
             values[key] = value
     if plugins := env.get("FORKD_PLUGIN_DIR"):

@@ -21,6 +21,7 @@ from forkd.specs.models import SnapshotInfo
 from forkd.store.disks import DiskStore
 from forkd.store.images import ImageCache
 from forkd.store.snapshots import SnapshotStore
+from forkd.templates import Templates
 
 Progress = Callable[[str, float | None], None]
 MAX_ENDINGS = 1000
@@ -61,6 +62,7 @@ class Runtime:
     adopting: set[str] = field(default_factory=set)
     on_up: Callable[[Sandbox], Awaitable[None]] | None = None
     """Called with every sandbox that has come up, before anybody is told of it."""
+    templates: Templates = field(default_factory=Templates)
     busy_workspaces: set[str] = field(default_factory=set)
 
     def engine(self, name: str | None = None) -> Engine:
@@ -99,6 +101,7 @@ async def open_runtime(
     loaded = plugins or load_plugins(settings)
     slots = SlotOwner(settings.run_dir, DAEMON if daemon else None, die_with_owner=not daemon)
     inventory = SqliteInventory(settings.inventory) if daemon else NoInventory()
+    templates = Templates()
     try:
         async with trio.open_nursery() as nursery:
             runtime = Runtime(
@@ -112,12 +115,15 @@ async def open_runtime(
                 start_limit=trio.Semaphore(settings.start_limit),
                 inventory=inventory,
                 keeps=daemon,
+                templates=templates,
             )
             try:
                 yield runtime
             finally:
                 nursery.cancel_scope.cancel()
     finally:
+        with trio.CancelScope(shield=True):
+            await templates.close()
         for backend in loaded.memory_backends.values():
             backend.close()
         inventory.close()

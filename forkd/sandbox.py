@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
+from forkd.canary import Canary
 from forkd.guestlink import GuestLink, ResumeInfo
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import (
@@ -56,6 +58,8 @@ class Plan:
     ready_timeout: float = READY_TIMEOUT
     adopted: Slot | None = None
     """The slot of a machine that runs already: ``start`` connects to it, and its guest stays who it is."""
+    canary: Canary | None = None
+    """What a clone must still have."""
 
 
 async def run_sandbox(
@@ -120,7 +124,11 @@ async def _link_up(runtime: Runtime, plan: Plan, machine: Machine) -> GuestLink:
     link = await GuestLink.open(machine.agent, sync, runtime.nursery, resume=resume)
     with trio.move_on_after(plan.ready_timeout):
         try:
-            await link.ready()
+            async with AsyncExitStack() as stack:
+                asked = await stack.enter_async_context(plan.canary.ask(link)) if plan.canary else None
+                await link.ready()
+                if plan.canary and asked:
+                    await plan.canary.check(machine, asked)
         except GuestUnreachable as error:
             raise MachineGone(f"the guest never became ready: {await machine.wait()}") from error
         return link

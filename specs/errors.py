@@ -261,6 +261,12 @@ class TemplateRefused(EngineError):
     http_status = 409
 
 
+class CloneBroken(EngineError):
+    """A clone of a machine lacks what its template had; it was ended."""
+
+    code = "clone_broken"
+
+
 class CaptureFailed(EngineError):
     """A running machine's state could not be captured; the machine runs on."""
 

@@ -34,7 +34,10 @@ class BuildRootfs(msgspec.Struct, kw_only=True):
 
 
 class CreateSandboxes(msgspec.Struct, kw_only=True):
-    """Fork ``n`` children from a snapshot; with ``partial`` those that come up stay although others failed."""
+    """Fork ``n`` children from a snapshot; with ``partial`` those that come up stay although others failed.
+
+    ``spawn`` is auto, template (clone them) or restore; absent, the settings decide.
+    """
 
     snapshot_tag: str
     n: int = 1
@@ -49,6 +52,18 @@ class CreateSandboxes(msgspec.Struct, kw_only=True):
     memory_backend: str | None = None
     hugepages: bool = False
     partial: bool = False
+    spawn: str | None = None
+
+
+class ForkSandbox(msgspec.Struct, kw_only=True):
+    """Fork ``n`` children of a running sandbox, all from the same instant, with limits of their own."""
+
+    n: int = 1
+    memory_limit_mib: int | None = None
+    cpu_limit: float | None = None
+    pids_limit: int | None = None
+    io_limit_mibps: int | None = None
+    best_effort: bool = False
 
 
 class CreateWorkspace(CreateSandboxes, kw_only=True):

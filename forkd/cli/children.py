@@ -10,6 +10,10 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 OPTIONS = (
+    click.option(
+        "--spawn", type=click.Choice(["auto", "template", "restore"]), help="Clone children, or restore them."
+    ),
+    click.option("--template", "spawn", flag_value="template", help="The same as --spawn template."),
     click.option("--per-child-netns", is_flag=True, help="Give each child a network of its own."),
     click.option("--live-fork", is_flag=True, help="Hold the memory image in a sealed memfd."),
     click.option("--hugepages", is_flag=True, help="Back that memfd with 2 MiB pages; needs --live-fork."),

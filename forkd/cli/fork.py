@@ -15,25 +15,44 @@ if TYPE_CHECKING:
     from forkd.sdk.async_controller import AsyncController
 
 SHOWN = 20
+NOT_OF_A_SANDBOX = ("live_fork", "hugepages", "spawn", "per_child_netns")
 
 
 @click.command("fork")
-@click.option("--tag", required=True, help="Snapshot to fork from.")
+@click.option("--tag", help="Snapshot to fork from.")
+@click.option("--from-sandbox", "sandbox", help="Running sandbox to fork, in place of a snapshot.")
 @click.option("-n", "--n", "count", type=click.IntRange(1, 1000), required=True, help="How many children.")
 @click.option("--settle-secs", type=click.FloatRange(0), default=2.0, show_default=True, help="How long they live.")
 @click.option("--eval", "code", help="Code each child evaluates in its warm interpreter.")
 @child_options
 @json_option
-def command(tag: str, count: int, settle_secs: float, code: str | None, as_json: bool, **fields: Any) -> None:
-    """Fork N children from a snapshot, let them run, report, and end them.
+def command(
+    tag: str | None,
+    sandbox: str | None,
+    count: int,
+    settle_secs: float,
+    code: str | None,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    """Fork N children from a snapshot or a running sandbox, let them run, report, and end them.
+
+    Children of a running sandbox all start from the same instant of it.
 
     \b
     forkd fork --tag python-numpy -n 10 --eval 'numpy.zeros(5).tolist()'
+    forkd fork --from-sandbox sb-6afd9008-c5137307 -n 10
     """
+    if (tag is None) == (sandbox is None):
+        raise click.UsageError("give either --tag or --from-sandbox")
     asked = checked(fields)
+    if sandbox is not None and any([asked.pop(name) for name in NOT_OF_A_SANDBOX]):
+        raise click.UsageError(
+            "--from-sandbox clones it as it is: without --live-fork, --hugepages, --spawn or a netns"
+        )
 
     async def work(controller: AsyncController) -> dict[str, Any]:
-        return await fork_and_measure(controller, tag, count, code, settle_secs, asked)
+        return await fork_and_measure(controller, tag, count, code, settle_secs, asked, sandbox)
 
     report = with_controller(work)
     if as_json:
@@ -45,9 +64,15 @@ def command(tag: str, count: int, settle_secs: float, code: str | None, as_json:
 
 
 async def fork_and_measure(
-    controller: AsyncController, tag: str, count: int, code: str | None, settle: float, fields: dict[str, Any]
+    controller: AsyncController,
+    tag: str | None,
+    count: int,
+    code: str | None,
+    settle: float,
+    fields: dict[str, Any],
+    sandbox: str | None = None,
 ) -> dict[str, Any]:
-    """Fork, evaluate ``code`` in every child at once, measure, settle, count who is alive, end them."""
+    """Fork a snapshot or a sandbox, evaluate ``code`` in every child, measure, settle, count the living, end them."""
     import trio
 
     from forkd.sdk.errors import ControllerError
@@ -55,7 +80,11 @@ async def fork_and_measure(
     began = time.monotonic()
     failed: list[dict[str, Any]] = []
     try:
-        children = await controller.spawn_sandboxes(tag, count, partial=True, **fields)
+        if sandbox is not None:
+            children = await controller.fork_sandbox(sandbox, count, **fields)
+        else:
+            assert tag is not None
+            children = await controller.spawn_sandboxes(tag, count, partial=True, **fields)
     except ControllerError as error:
         if error.status != 207:
             raise
@@ -73,6 +102,7 @@ async def fork_and_measure(
         await _end_all(controller, children)
     return {
         "tag": tag,
+        "from_sandbox": sandbox,
         "n": count,
         "fork_ms": round((forked - began) * 1000, 1),
         "answer_ms": round((answered - began) * 1000, 1) if code is not None else None,
@@ -122,13 +152,14 @@ def show(report: dict[str, Any]) -> None:
             row["id"],
             str(row["pid"]),
             f"{row['spawn_ms']:.0f} ms",
+            row["spawned_by"],
             mib(row["guest_private_bytes"]),
             mib(row["vmm_private_bytes"]),
             _answer(row["answer"]),
         ]
         for row in report["children"][:SHOWN]
     ]
-    table(["CHILD", "PID", "UP AFTER", "GUEST RAM", "ALL PRIVATE", "ANSWER"], cells)
+    table(["CHILD", "PID", "UP AFTER", "BY", "GUEST RAM", "ALL PRIVATE", "ANSWER"], cells)
     if len(report["children"]) > SHOWN:
         click.echo(f"… and {len(report['children']) - SHOWN} more")
     for row in report["failed"]:

@@ -334,6 +334,8 @@ def _check_memory(pid: int) -> list[Range]:
             raise Refused(f"memory at {where} is shared and writable: clones would write into each other's")
         if mapping.name.startswith("/[aio]"):
             raise Refused(f"process {pid} has kernel input and output in flight at {where}")
+        if use.flags & {"um", "uw", "ui"}:
+            raise Refused(f"faults of memory at {where} are handled by userfaultfd, which a fork does not keep")
         if "wf" in use.flags:
             raise Refused(f"memory at {where} is wiped by a fork")
         if "dc" in use.flags and use.flags & {"io", "pf"} and "w" in mapping.access:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import trio
 
+from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
 from forkd.ops.prewarm import prewarm
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
 from forkd.specs.engine import Machine, RestoreSpec, Slot
-from forkd.specs.errors import BadInput, ForkdError, SnapshotNotReady
+from forkd.specs.errors import BadInput, EngineError, ForkdError, GuestError, OutOfMemory, SnapshotNotReady
 from forkd.specs.memory import MemoryLease
 from forkd.specs.models import SandboxInfo
-from forkd.specs.requests import CreateSandboxes
+from forkd.specs.requests import CreateSandboxes, ForkSandbox
 from forkd.store.chain import resolve
 from forkd.store.snapshots import Stored
+from forkd.templates import SPAWN, Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class ForkOptions:
-    """How children are made: which memory backend, with huge pages or not, and their limits."""
+    """How children are made: which memory backend, with huge pages or not, cloned or restored, and their limits."""
 
     memory_backend: str = "file"
     hugepages: bool = False
@@ -33,6 +36,8 @@ class ForkOptions:
     io_limit_mibps: int | None = None
     best_effort: bool = False
     prewarm: bool = False
+    spawn: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, request: CreateSandboxes) -> ForkOptions:
@@ -46,6 +51,18 @@ class ForkOptions:
             io_limit_mibps=request.io_limit_mibps,
             best_effort=request.best_effort,
             prewarm=request.prewarm,
+            spawn=request.spawn,
+        )
+
+    @classmethod
+    def of_fork(cls, request: ForkSandbox) -> ForkOptions:
+        """What a fork of a running sandbox asks for."""
+        return cls(
+            memory_limit_mib=request.memory_limit_mib,
+            cpu_limit=request.cpu_limit,
+            pids_limit=request.pids_limit,
+            io_limit_mibps=request.io_limit_mibps,
+            best_effort=request.best_effort,
         )
 
 
@@ -56,6 +73,8 @@ class Child:
     index: int
     sandbox: Sandbox | None
     error: ForkdError | None
+    pause_ms: float | None = None
+    """How long a running source stood still for it."""
 
 
 async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list[Child]:
@@ -63,19 +82,38 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
     if not 1 <= n <= MAX_CHILDREN:
         raise BadInput(f"{n} children are not possible", hint=f"give 1 to {MAX_CHILDREN}")
     stored, spec, lease = await _prepare(runtime, tag, options)
+    manifest = stored.manifest
+    engine = runtime.engine(manifest.platform.engine)
+    recipe = Recipe(manifest.content, manifest.agent_sync, engine, spec)
+    kept, why = await runtime.templates.pick(runtime, recipe, n, _spawn(runtime, options))
     children = [Child(index, None, None) for index in range(n)]
 
-    async def one(index: int) -> None:
-        sandbox_id = new_sandbox_id()
-        engine = runtime.engine(stored.manifest.platform.engine)
+    async def up(start: Callable[[Slot], Awaitable[Machine]], by: str, canary: Canary | None = None) -> Sandbox:
+        info = _info(tag, options, lease)
+        info.spawned_by = by
+        if why is not None:
+            info.warnings.append(f"restored, not cloned: {why}")
+        plan = Plan(info.id, start, manifest.agent_sync, info, stored, canary=canary)
+        sandbox: Sandbox = await runtime.nursery.start(run_sandbox, runtime, plan)
+        return sandbox
 
-        async def start(slot: Slot) -> Machine:
-            return await engine.restore(spec, slot)
+    async def one() -> Sandbox:
+        if kept is not None:
+            try:
+                sandbox = await up(kept.template.clone, "template", kept.canary)
+                runtime.templates.counts.clones += 1
+                return sandbox
+            except OutOfMemory:
+                raise
+            except (EngineError, GuestError) as error:
+                runtime.templates.failed(runtime, kept, error)
+        sandbox = await up(lambda slot: engine.restore(spec, slot), "restore")
+        runtime.templates.counts.restores += 1
+        return sandbox
 
-        info = _info(sandbox_id, tag, options, lease)
-        plan = Plan(sandbox_id, start, stored.manifest.agent_sync, info, stored)
+    async def row(index: int) -> None:
         try:
-            sandbox: Sandbox = await runtime.nursery.start(run_sandbox, runtime, plan)
+            sandbox = await one()
             children[index] = Child(index, sandbox, None)
             if options.prewarm:
                 await prewarm(runtime, sandbox)
@@ -84,9 +122,16 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
 
     async with trio.open_nursery() as nursery:
         for index in range(n):
-            nursery.start_soon(one, index)
+            nursery.start_soon(row, index)
     runtime.observe("fork", tag=tag, asked=n, up=sum(child.sandbox is not None for child in children))
     return children
+
+
+def _spawn(runtime: Runtime, options: ForkOptions) -> str:
+    spawn = options.spawn or runtime.settings.spawn
+    if spawn not in SPAWN:
+        raise BadInput(f"spawn is {spawn[:40]!r}", hint=f"use {', '.join(SPAWN)}")
+    return spawn
 
 
 async def _prepare(runtime: Runtime, tag: str, options: ForkOptions) -> tuple[Stored, RestoreSpec, MemoryLease]:
@@ -108,7 +153,8 @@ async def _prepare(runtime: Runtime, tag: str, options: ForkOptions) -> tuple[St
     return stored, RestoreSpec(stored.vmstate, lease.image, rootfs, manifest.hardware, manifest.platform), lease
 
 
-def _info(sandbox_id: str, tag: str, options: ForkOptions, lease: MemoryLease) -> SandboxInfo:
+def _info(tag: str, options: ForkOptions, lease: MemoryLease) -> SandboxInfo:
+    sandbox_id = new_sandbox_id()
     return SandboxInfo(
         id=sandbox_id,
         snapshot_tag=tag,
@@ -120,5 +166,5 @@ def _info(sandbox_id: str, tag: str, options: ForkOptions, lease: MemoryLease) -
         best_effort=options.best_effort,
         hostname=sandbox_id,
         memory_backend=options.memory_backend,
-        warnings=list(lease.warnings),
+        warnings=[*lease.warnings, *options.warnings],
     )

@@ -30,7 +30,9 @@ def remove_snapshot(
         for child in dependents:
             removed += remove_snapshot(runtime, child, cascade=True)
     try:
-        runtime.images.forget(runtime.snapshots.load(tag).manifest.content)
+        content = runtime.snapshots.load(tag).manifest.content
+        runtime.images.forget(content)
+        runtime.templates.forget(runtime, content)
     except SnapshotBroken:
         pass  # nothing was ever made from it
     runtime.snapshots.remove(tag)

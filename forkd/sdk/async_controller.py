@@ -134,6 +134,10 @@ class AsyncController:
         body = {"snapshot_tag": snapshot_tag, "n": n, **{key: value for key, value in asked.items() if value}, **fields}
         return await self._call("POST", "/v1/sandboxes", body)
 
+    async def fork_sandbox(self, sandbox_id: str, n: int = 1, **fields: Any) -> list[dict[str, Any]]:
+        """Fork ``n`` children of a running sandbox, all from the same instant; failures as in ``spawn_sandboxes``."""
+        return await self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/fork", {"n": n, **fields})
+
     async def list_sandboxes(self) -> list[dict[str, Any]]:
         """All running sandboxes."""
         return await self._call("GET", "/v1/sandboxes")

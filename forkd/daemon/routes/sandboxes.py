@@ -14,6 +14,8 @@ from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body, reply, wants_stream
 from forkd.ops import execute, limits
 from forkd.ops.branch import branch
+from forkd.ops.fork import Child, ForkOptions
+from forkd.ops.fork_running import fork_running
 from forkd.ops.spawn import spawn
 from forkd.ops.stats import stats as measure
 from forkd.sandbox import end_sandbox
@@ -33,6 +35,7 @@ from forkd.specs.requests import (
     CreateSandboxes,
     EvalRequest,
     ExecRequest,
+    ForkSandbox,
     PrepareRequest,
     UpdateSandbox,
 )
@@ -60,6 +63,23 @@ async def index(request: Request) -> Response:
 async def create(request: Request) -> Response:
     """Fork children: all of them or none; with ``partial`` those that come up, and why the others did not."""
     children = await spawn(runtime_of(request), await read_body(request, CreateSandboxes))
+    return _children(request, children)
+
+
+async def fork_one(request: Request) -> Response:
+    """Fork children of a running sandbox, all from the same instant; ``X-Forkd-Pause-Ms`` says how long it stood."""
+    body = await read_body(request, ForkSandbox)
+    options = ForkOptions.of_fork(body)
+    children = await fork_running(runtime_of(request), request.path_params["id"], body.n, options)
+    if all(child.error for child in children):
+        assert children[0].error is not None
+        raise children[0].error
+    response = _children(request, children)
+    response.headers["x-forkd-pause-ms"] = f"{children[0].pause_ms or 0:.3f}"
+    return response
+
+
+def _children(request: Request, children: list[Child]) -> Response:
     rows = [child.sandbox.info for child in children if child.sandbox is not None]
     note_of(request.scope)["ids"] = [row.id for row in rows]
     failed = [_failed_child(child.index, child.error) for child in children if child.error is not None]
@@ -158,6 +178,14 @@ routes = [
         {201: SnapshotInfo, 202: SnapshotInfo},
         body=BranchRequest,
         errors=(BadInput, Conflict, CaptureFailed, NoSpace, *IN_SANDBOX),
+    ),
+    route(
+        "POST",
+        f"{ID}/fork",
+        fork_one,
+        {201: list[SandboxInfo], 207: PartialSpawn},
+        body=ForkSandbox,
+        errors=(BadInput, Conflict, CaptureFailed, NoSpace, HostNotReady, EngineError, *IN_SANDBOX),
     ),
     route("POST", f"{ID}/prepare", prepare, {204: None}, body=PrepareRequest, errors=(BadInput, *IN_SANDBOX)),
     route("POST", f"{ID}/ping", ping, {200: dict[str, Any]}, errors=IN_SANDBOX),

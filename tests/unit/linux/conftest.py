@@ -67,7 +67,10 @@ def children() -> set[int]:
     """Processes whose parent is this one, zombies included."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
+        try:
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+        except FileNotFoundError:
+            continue  # a thread of ours that has just ended
     return found
 
 

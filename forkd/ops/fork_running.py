@@ -1,0 +1,130 @@
+"""Fork a running sandbox: freeze it once, then clone children from that instant; nothing is written to disk."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+
+import trio
+
+from forkd.canary import Canary
+from forkd.config import MAX_CHILDREN
+from forkd.ops.branch import branch
+from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.runtime import Runtime
+from forkd.sandbox import Plan, Sandbox, run_sandbox
+from forkd.slots import new_sandbox_id
+from forkd.specs.engine import TEMPLATE, MachineTemplate, TemplateEngine
+from forkd.specs.errors import BadInput, ForkdError, TemplateRefused
+from forkd.specs.models import SandboxInfo
+from forkd.specs.requests import BranchRequest
+
+CANARY_TIMEOUT = 30.0
+
+
+async def fork_running(runtime: Runtime, sandbox_id: str, n: int, options: ForkOptions | None = None) -> list[Child]:
+    """``n`` children of a running sandbox, all from the same instant; it stands still once, whatever ``n`` is.
+
+    They build on the snapshot the sandbox was forked from, so later branches of theirs are against that one. Where the
+    machine cannot be cloned its state is branched first, and the children are restored from that snapshot, which
+    stays. One child's failure is its own row.
+    """
+    if not 1 <= n <= MAX_CHILDREN:
+        raise BadInput(f"{n} children are not possible", hint=f"give 1 to {MAX_CHILDREN}")
+    sandbox = runtime.sandbox(sandbox_id)
+    if sandbox.source is None:
+        raise BadInput(f"sandbox {sandbox.id} was not forked from a snapshot")
+    chosen = options or ForkOptions()
+    engine = runtime.engine(sandbox.source.manifest.platform.engine)
+    try:
+        if not isinstance(engine, TemplateEngine) or TEMPLATE not in (await engine.describe()).capabilities:
+            raise TemplateRefused("this engine cannot clone machines here")
+        canary = await _canary(sandbox)
+        template, pause_ms = await _freeze(engine, sandbox)
+    except TemplateRefused as error:
+        runtime.templates.counts.refusals += 1
+        return await _through_a_snapshot(runtime, sandbox, n, chosen, error.message)
+    try:
+        children = await _clone(runtime, sandbox, template, canary, n, chosen, pause_ms)
+    finally:
+        await template.close()
+    up = sum(child.sandbox is not None for child in children)
+    runtime.observe("fork_running", id=sandbox_id, asked=n, up=up, pause_ms=round(pause_ms, 3))
+    return children
+
+
+async def _canary(sandbox: Sandbox) -> Canary:
+    with trio.move_on_after(CANARY_TIMEOUT):
+        return await Canary.take(sandbox.machine, sandbox.link)
+    raise TemplateRefused(f"the guest of {sandbox.id} did not answer within {CANARY_TIMEOUT:g} s")
+
+
+async def _freeze(engine: TemplateEngine, sandbox: Sandbox) -> tuple[MachineTemplate, float]:
+    """The frozen machine, and how long the running one stood still for it."""
+    machine = sandbox.machine
+    async with sandbox.capturing:
+        began = time.monotonic()
+        try:
+            await machine.pause()
+            template = await engine.freeze(machine, sandbox.slot)
+        finally:
+            with trio.CancelScope(shield=True):
+                await machine.resume()
+        return template, (time.monotonic() - began) * 1000
+
+
+async def _clone(
+    runtime: Runtime,
+    sandbox: Sandbox,
+    template: MachineTemplate,
+    canary: Canary,
+    n: int,
+    options: ForkOptions,
+    pause_ms: float,
+) -> list[Child]:
+    children = [Child(index, None, None) for index in range(n)]
+    assert sandbox.source is not None
+    sync = sandbox.source.manifest.agent_sync
+
+    async def one(index: int) -> None:
+        info = _info(sandbox, options)
+        plan = Plan(info.id, template.clone, sync, info, sandbox.source, canary=canary)
+        try:
+            children[index] = Child(index, await runtime.nursery.start(run_sandbox, runtime, plan), None, pause_ms)
+            runtime.templates.counts.clones += 1
+        except ForkdError as error:
+            children[index] = Child(index, None, error, pause_ms)
+
+    async with trio.open_nursery() as nursery:
+        for index in range(n):
+            nursery.start_soon(one, index)
+    return children
+
+
+def _info(sandbox: Sandbox, options: ForkOptions) -> SandboxInfo:
+    sandbox_id = new_sandbox_id()
+    return SandboxInfo(
+        id=sandbox_id,
+        snapshot_tag=sandbox.info.snapshot_tag,
+        created_at_unix=int(time.time()),
+        memory_limit_mib=options.memory_limit_mib,
+        cpu_limit=options.cpu_limit,
+        pids_limit=options.pids_limit,
+        io_limit_mibps=options.io_limit_mibps,
+        best_effort=options.best_effort,
+        hostname=sandbox_id,
+        spawned_by="fork",
+        memory_backend=sandbox.info.memory_backend,
+        warnings=list(options.warnings),
+    )
+
+
+async def _through_a_snapshot(
+    runtime: Runtime, sandbox: Sandbox, n: int, options: ForkOptions, reason: str
+) -> list[Child]:
+    tag = f"fork-{sandbox.id}-{secrets.token_hex(2)}"
+    info = await branch(runtime, sandbox.id, BranchRequest(tag=tag, mode="diff"))
+    warning = f"forked through the snapshot {tag}: {reason}"
+    chosen = replace(options, spawn="restore", warnings=(*options.warnings, warning))
+    return [replace(child, pause_ms=info.pause_exact_ms) for child in await fork(runtime, tag, n, chosen)]
