@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 SDK = Path(__file__).parents[1] / "forkd" / "sdk"
-FILES = {"async_controller.py": "controller.py", "async_sandbox.py": "sandbox.py"}
+MODULES = ("controller", "sandbox", "caller", "channel", "processes", "files")
+FILES = {f"async_{name}.py": f"{name}.py" for name in MODULES}
 WORDS = {
-    "forkd.sdk.async_controller": "forkd.sdk.controller",
-    "forkd.sdk.async_sandbox": "forkd.sdk.sandbox",
+    **{f"forkd.sdk.async_{name}": f"forkd.sdk.{name}" for name in MODULES},
     "asynccontextmanager": "contextmanager",
     "StopAsyncIteration": "StopIteration",
     "__aenter__": "__enter__",

@@ -179,3 +179,6 @@ class Inbox:
 
     def clear(self) -> None:
         self._pieces.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)

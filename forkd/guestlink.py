@@ -35,6 +35,7 @@ from forkd.guestframes import (
 from forkd.specs.errors import (
     BadInput,
     CapabilityMissing,
+    CommandNotFound,
     Conflict,
     ForkdError,
     GuestDenied,
@@ -60,6 +61,8 @@ _OUT_LIMIT = 1024 * 1024
 _ERRORS: dict[str, type[ForkdError]] = {
     "no_such_file": GuestFileNotFound,
     "no_such_process": ProcessNotFound,
+    "not_found": CommandNotFound,
+    "not_executable": CommandNotFound,
     "denied": GuestDenied,
     "no_space": NoSpace,
     "exists": Conflict,
@@ -156,6 +159,11 @@ class GuestStream:
         self._started: dict[str, Any] | None = None
         self._answer: dict[str, Any] | None = None
         self._left = False
+        self._cancels = True
+
+    def leave_running(self) -> None:
+        """Leaving early shall not end the command: it goes on, and can be attached to in a later session."""
+        self._cancels = False
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -166,7 +174,7 @@ class GuestStream:
     ) -> None:
         self._left = True
         self._inbox.clear()
-        if self._answer is None:
+        if self._answer is None and self._cancels:
             # Queued, not awaited: leaving neither blocks nor can be cancelled.
             self._link._post(encode_frame(FrameType.CANCEL, self._id))
 
@@ -192,6 +200,13 @@ class GuestStream:
                 raise guest_failure(self._answer)
             await self._wait()
         return self._started
+
+    async def begun(self) -> None:
+        """Wait for the first output or the answer; a request that failed at once raises."""
+        while not self._inbox and self._answer is None:
+            await self._wait()
+        if not self._inbox and self._answer is not None and not self._answer["ok"]:
+            raise guest_failure(self._answer)
 
     async def result(self) -> dict[str, Any]:
         """The successful answer, without ``ok``; output not taken until now is dropped."""
@@ -485,8 +500,8 @@ class GuestLink:
         answer = await self.request({"op": "list", "path": path}, timeout=timeout)
         return _checked(answer.get("entries"), list[dict[str, Any]])
 
-    async def stat(self, path: str, *, timeout: float | None = None) -> dict[str, Any]:
-        answer = await self.request({"op": "stat", "path": path}, timeout=timeout)
+    async def stat(self, path: str, *, follow: bool = False, timeout: float | None = None) -> dict[str, Any]:
+        answer = await self.request({"op": "stat", "path": path, "follow": follow}, timeout=timeout)
         return _checked(answer.get("entry"), dict[str, Any])
 
     async def mkdir(self, path: str, *, mode: int = 0o755, parents: bool = False, timeout: float | None = None) -> None:

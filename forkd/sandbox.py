@@ -12,6 +12,7 @@ import trio
 
 from forkd.canary import Canary
 from forkd.guestlink import GuestLink, ResumeInfo
+from forkd.processtable import ProcessTable
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import (
     EngineError,
@@ -44,6 +45,10 @@ class Sandbox:
     stop: trio.Event = field(default_factory=trio.Event)
     ended: trio.Event = field(default_factory=trio.Event)
     capturing: trio.Lock = field(default_factory=trio.Lock)
+    processes: ProcessTable = field(default_factory=ProcessTable)
+    users: int = 0
+    """How many requests work with it now; with none since ``used`` (trio's clock) it is idle."""
+    used: float = field(default_factory=trio.current_time)
 
 
 @dataclass(frozen=True, slots=True)

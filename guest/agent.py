@@ -1322,7 +1322,8 @@ def op_list(request):
 
 def op_stat(request):
     path = take(request, "path", str, required=True)
-    return {"ok": True, "entry": describe(os.path.basename(path.rstrip("/")) or "/", path, os.lstat(path))}
+    status = os.stat(path) if take(request, "follow", bool, False) else os.lstat(path)
+    return {"ok": True, "entry": describe(os.path.basename(path.rstrip("/")) or "/", path, status)}
 
 
 def op_mkdir(request):
@@ -2265,12 +2266,16 @@ def unpack(path, stage):
     modes = []
     if stage:
         os.mkdir(stage, 0o755)
-    with os.fdopen(0, "rb", CHUNK) as source, tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK) as tar:
-        for member in tar:
-            name = os.path.normpath(member.name)
-            if name.startswith(("/", "../")) or name == "..":
-                raise Refusal("bad_request", "%s leads out of the directory" % member.name)
-            place(tar, member, base, os.path.join(base, name), modes)
+    with os.fdopen(0, "rb", CHUNK) as source:
+        try:
+            with tarfile.open(fileobj=source, mode="r|", bufsize=CHUNK) as tar:
+                for member in tar:
+                    name = os.path.normpath(member.name)
+                    if name.startswith(("/", "../")) or name == "..":
+                        raise Refusal("bad_request", "%s leads out of the directory" % member.name)
+                    place(tar, member, base, os.path.join(base, name), modes)
+        except tarfile.TarError as error:
+            raise Refusal("bad_request", "this is no tar archive, or half of one: %s" % error)
         while source.read(CHUNK):
             pass  # padding
     for folder, mode in reversed(modes):

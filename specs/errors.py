@@ -58,6 +58,32 @@ class BodyTooLarge(BadInput):
     http_status = 413
 
 
+class CommandNotFound(BadInput):
+    """A program does not exist in the guest, or may not be executed."""
+
+    code = "command_not_found"
+
+
+class UpgradeRequired(BadInput):
+    """This address is a WebSocket, and the request did not ask for one."""
+
+    code = "upgrade_required"
+    http_status = 426
+
+
+class UploadBroken(BadInput):
+    """The client went away in the middle of an upload, of which nothing was written."""
+
+    code = "upload_broken"
+
+
+class RangeNotPossible(BadInput):
+    """The part of a file asked for lies behind its end."""
+
+    code = "range_not_possible"
+    http_status = 416
+
+
 class Unauthorized(ForkdError):
     """The request carries no token, or a wrong one."""
 
@@ -120,6 +146,18 @@ class Conflict(ForkdError):
 
     code = "conflict"
     http_status = 409
+
+
+class SandboxPaused(Conflict):
+    """A sandbox was paused on purpose, so it answers nothing until it is resumed."""
+
+    code = "sandbox_paused"
+
+
+class NameTaken(Conflict):
+    """Another sandbox has this name."""
+
+    code = "name_taken"
 
 
 class TagTaken(Conflict):

@@ -127,6 +127,67 @@ class SandboxInfo(msgspec.Struct, kw_only=True):
     spawned_by: str = "restore"
     memory_backend: str = "file"
     warnings: list[str] = []
+    name: str | None = None
+    labels: dict[str, str] = {}
+    metadata: dict[str, str] = {}
+    env: dict[str, str] = {}
+    timeout_secs: float | None = None
+    expires_at_unix: float | None = None
+    idle_pause_secs: float | None = None
+    auto_paused: bool = False
+    forked_from: str | None = None
+
+
+class ProcessInfo(msgspec.Struct, kw_only=True):
+    """A command in a guest. ``output_begin`` and ``output_end`` are the positions of what can still be read.
+
+    ``reason`` is as in ExecResult, or ``lost`` if the sandbox ended first; ``truncated``: the oldest output is gone.
+    """
+
+    pid: int
+    args: list[str]
+    started_at_unix: float
+    running: bool
+    tag: str | None = None
+    pty: bool = False
+    reason: str | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    error: str | None = None
+    output_begin: int = 0
+    output_end: int = 0
+    truncated: bool = False
+
+
+class ProcessOutput(msgspec.Struct, kw_only=True):
+    """What is buffered of a process's output, in base64."""
+
+    process: ProcessInfo
+    stdout: str
+    stderr: str
+
+
+class FileEntry(msgspec.Struct, kw_only=True):
+    """A file in a guest. A name that is not UTF-8 has its bytes in ``name_b64`` besides."""
+
+    path: str
+    name: str
+    type: str
+    size: int
+    mode: int
+    mtime: float
+    uid: int
+    gid: int
+    target: str | None = None
+    name_b64: str | None = None
+
+
+class WatchEvent(msgspec.Struct, kw_only=True):
+    """A change below a directory: ``type`` is create, write, remove, rename, chmod, or overflow (events were lost)."""
+
+    type: str
+    path: str
+    dir: bool = False
 
 
 class WorkspaceInfo(msgspec.Struct, kw_only=True):

@@ -89,14 +89,71 @@ class UpdateSandbox(msgspec.Struct, kw_only=True):
 
 
 class ExecRequest(msgspec.Struct, kw_only=True):
-    """Run a command. ``stdin`` is text given to it; without it the command reads from /dev/null."""
+    """Run a command: ``args``, or ``shell`` for a line of shell.
 
-    args: list[str]
+    ``stdin`` is text given to it; without it the command reads from /dev/null.
+    """
+
+    args: list[str] = []
+    shell: str | None = None
     timeout_secs: float = 30
     env: dict[str, str] = {}
     cwd: str | None = None
     user: str | None = None
     stdin: str | None = None
+
+
+class TerminalSize(msgspec.Struct, kw_only=True):
+    """Size of a terminal in characters."""
+
+    rows: int = 24
+    cols: int = 80
+
+
+class StartProcess(msgspec.Struct, kw_only=True):
+    """Start a command that outlives the request: ``args``, or ``shell`` for a line of shell.
+
+    ``stdin``: input will be sent, else it reads /dev/null. ``pty`` gives it a terminal. ``tag`` is another way to name
+    it. Without ``timeout_secs`` it may run for ever.
+    """
+
+    args: list[str] = []
+    shell: str | None = None
+    env: dict[str, str] = {}
+    cwd: str | None = None
+    user: str | None = None
+    stdin: bool = False
+    pty: TerminalSize | None = None
+    timeout_secs: float | None = None
+    tag: str | None = None
+
+
+class SignalProcess(msgspec.Struct, kw_only=True):
+    """Signal a process's whole group, by name or number."""
+
+    signal: str | int = "TERM"
+
+
+class MakeDirectory(msgspec.Struct, kw_only=True):
+    """Make a directory; ``parents`` also makes what is missing above it, and is content if it is there."""
+
+    path: str
+    mode: int = 0o755
+    parents: bool = False
+
+
+class MoveFile(msgspec.Struct, kw_only=True):
+    """Give a file or directory another name."""
+
+    source: str
+    target: str
+
+
+class ChangeMode(msgspec.Struct, kw_only=True):
+    """Change permission bits."""
+
+    path: str
+    mode: int
 
 
 class EvalRequest(msgspec.Struct, kw_only=True):

@@ -14,9 +14,15 @@ if TYPE_CHECKING:
     from forkd.sdk.async_controller import AsyncController
 
 
+DEFAULT_TIMEOUT = 30.0
+
+
 @click.command("exec", context_settings={"ignore_unknown_options": True})
 @target_options
-@click.option("--timeout-secs", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
+@click.option("-i", "--interactive", is_flag=True, help="Pass standard input on.")
+@click.option("-t", "--tty", is_flag=True, help="Give it a terminal.")
+@click.option("-d", "--detach", is_flag=True, help="Let it run in the background and print its pid.")
+@click.option("--timeout-secs", type=click.FloatRange(0, min_open=True), help="Default: 30, or none with -i, -t, -d.")
 @click.option("-e", "--env", "env", multiple=True, help="NAME=VALUE; repeatable.")
 @click.option("--cwd", help="Directory to run in.")
 @click.option("--user", help="User to run as.")
@@ -25,7 +31,10 @@ if TYPE_CHECKING:
 def command(
     sandbox_id: str | None,
     tag: str | None,
-    timeout_secs: float,
+    interactive: bool,
+    tty: bool,
+    detach: bool,
+    timeout_secs: float | None,
     env: tuple[str, ...],
     cwd: str | None,
     user: str | None,
@@ -38,15 +47,51 @@ def command(
 
     \b
     forkd exec --tag python-numpy -- uname -a
+    forkd exec --sandbox sb-1234 -it -- python3
     """
     check_target(sandbox_id, tag)
+    if tty and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise click.UsageError("-t needs a terminal on standard input and output")
+    if detach and (interactive or tty or tag is not None):
+        raise click.UsageError("-d goes with --sandbox, and not with -i or -t")
     fields = {"env": parse_env(env), "cwd": cwd, "user": user}
 
     async def work(controller: AsyncController) -> dict[str, Any]:
         async with target(controller, sandbox_id, tag) as chosen:
-            return await run_in(controller, chosen, list(args), timeout_secs, fields, as_json)
+            if interactive or tty or detach:
+                return await start_in(controller, chosen, list(args), timeout_secs, fields, interactive, tty, detach)
+            return await run_in(controller, chosen, list(args), timeout_secs or DEFAULT_TIMEOUT, fields, as_json)
 
-    sys.exit(finish(with_controller(work), as_json))
+    result = with_controller(work)
+    if detach:
+        if as_json:
+            print_json(result)
+        else:
+            click.echo(str(result["pid"]))
+        sys.exit(0)
+    sys.exit(finish(result, as_json))
+
+
+async def start_in(
+    controller: AsyncController,
+    sandbox_id: str,
+    args: list[str],
+    timeout: float | None,
+    fields: dict[str, Any],
+    interactive: bool,
+    tty: bool,
+    detach: bool,
+) -> dict[str, Any]:
+    """Start a process and, unless it is to run in the background, join this terminal to it."""
+    from forkd.cli.terminal import join, terminal_size
+
+    size = terminal_size() if tty else None
+    process = await controller.start_process(
+        sandbox_id, args, stdin=interactive, pty=size, timeout_secs=timeout, **fields
+    )
+    if detach:
+        return process
+    return await join(controller, sandbox_id, process["pid"], tty=tty, stdin=interactive, hangup=True)
 
 
 async def run_in(
@@ -70,7 +115,7 @@ def finish(result: dict[str, Any], as_json: bool) -> int:
         print_json(result)
     elif result.get("error"):
         click.echo(f"forkd: {result['error']}", err=True)
-    return int(result["exit_code"]) & 0xFF
+    return int(255 if result["exit_code"] is None else result["exit_code"]) & 0xFF
 
 
 def parse_env(pairs: tuple[str, ...]) -> dict[str, str]:

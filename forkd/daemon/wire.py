@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import trio
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forkd.daemon.api import MAX_BODY, Unprocessable, WrongMediaType
-from forkd.specs.errors import BadInput, BadJson, BodyTooLarge, ForkdError
+from forkd.specs.errors import BadInput, BadJson, BodyTooLarge, ForkdError, UploadBroken
 
 T = TypeVar("T")
 NDJSON = "application/x-ndjson"
+SSE = "text/event-stream"
 JSON = "application/json"
 log = logging.getLogger("forkd")
 
@@ -51,7 +54,24 @@ async def read_body(request: Request, kind: type[T]) -> T:
         raise BadJson(f"the body is not JSON: {error}") from error
 
 
-def query_flag(request: Request, name: str) -> bool:
+@asynccontextmanager
+async def body_pieces(request: Request) -> AsyncIterator[AsyncIterator[bytes]]:
+    """The body as it comes. Raises UploadBroken from the iteration if the client goes away in the middle."""
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        async with aclosing(request.stream()) as stream:
+            try:
+                async for data in stream:
+                    if data:
+                        yield data
+            except ClientDisconnect as error:
+                raise UploadBroken("the upload broke off; nothing was written") from error
+
+    async with aclosing(pieces()) as given:
+        yield given
+
+
+def query_flag(request: HTTPConnection, name: str) -> bool:
     """A boolean query parameter: absent is false; ``?name`` and ``?name=true`` are true."""
     value = request.query_params.get(name)
     if value is None or value in ("0", "false"):
@@ -61,9 +81,25 @@ def query_flag(request: Request, name: str) -> bool:
     raise BadInput(f"query parameter {name}={value[:40]!r} is not a boolean", hint="use true or false")
 
 
+def query_number(request: HTTPConnection, name: str, default: int = 0) -> int:
+    """A whole number from 0 in the query."""
+    value = request.query_params.get(name)
+    if value is None:
+        return default
+    if not (value.isascii() and value.isdigit() and len(value) < 19):
+        raise BadInput(f"query parameter {name}={value[:40]!r} is not a number", hint="give 0 or more")
+    return int(value)
+
+
 def wants_stream(request: Request) -> bool:
     """Whether the client asked for events as they come."""
-    return NDJSON in request.headers.get("accept", "")
+    accept = request.headers.get("accept", "")
+    return NDJSON in accept or SSE in accept
+
+
+def stream_media(request: Request) -> str:
+    """How: as lines of JSON or, for browsers and curl, as server-sent events."""
+    return SSE if SSE in request.headers.get("accept", "") else NDJSON
 
 
 def error_body(error: BaseException) -> tuple[dict[str, Any], int]:
@@ -93,37 +129,87 @@ def note_of(scope: Scope) -> dict[str, Any]:
     return note
 
 
-class EventStream(Response):
-    """An NDJSON answer: ``work(emit)`` runs while its events are sent; its result, or error, is the last line.
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An answer that is ready to be sent: status, headers, and its bytes as they come."""
 
-    A client that goes away cancels the work.
+    status: int
+    headers: Mapping[str, str]
+    data: AsyncIterator[bytes]
+
+
+class ByteStream(Response):
+    """An answer of bytes, as many as there are, never all in memory. A client that goes away ends it.
+
+    ``opened()`` is entered before anything is sent, so what it raises is an error like any other; what goes wrong
+    later breaks the connection, so that no client takes a part for the whole.
     """
 
-    media_type = NDJSON
+    def __init__(self, opened: Callable[[], AbstractAsyncContextManager[Opened]]) -> None:
+        super().__init__()
+        self._opened = opened
 
-    def __init__(self, work: Callable[[Emit], Awaitable[Any]]) -> None:
-        super().__init__(media_type=NDJSON)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the bytes."""
+        failure: list[Exception] = []
+
+        async def work() -> None:
+            async with self._opened() as answer:
+                headers = [(name.encode(), value.encode("latin-1")) for name, value in answer.headers.items()]
+                await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+                async for piece in answer.data:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_watch_client, receive, nursery.cancel_scope)
+            try:
+                await work()
+            except Exception as error:  # raised below as it is, not as a group
+                failure.append(error)
+            nursery.cancel_scope.cancel()
+        if failure:
+            raise failure[0]
+
+
+async def _watch_client(receive: Receive, cancel: trio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    cancel.cancel()
+
+
+class EventStream(Response):
+    """An answer of events: ``work(emit)`` runs while they are sent; its result, or error, is the last one.
+
+    A client that goes away cancels the work. As server-sent events, each has its ``event`` as its name and its ``at``,
+    if it has one, as its id.
+    """
+
+    def __init__(self, work: Callable[[Emit], Awaitable[Any]], media: str = NDJSON) -> None:
+        super().__init__(media_type=media)
         self._work = work
+        self._media = media
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        """One event as bytes."""
+        data = msgspec.json.encode(event)
+        if self._media == NDJSON:
+            return data + b"\n"
+        position = f"id: {event['at']}\n" if "at" in event else ""
+        return f"event: {event['event']}\n{position}data: ".encode() + data + b"\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the stream."""
-        headers = [(b"content-type", NDJSON.encode())]
+        headers = [(b"content-type", self._media.encode()), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         lock = trio.Lock()
 
         async def emit(event: dict[str, Any]) -> None:
             async with lock:
-                await send(
-                    {"type": "http.response.body", "body": msgspec.json.encode(event) + b"\n", "more_body": True}
-                )
-
-        async def watch_client(cancel: trio.CancelScope) -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            cancel.cancel()
+                await send({"type": "http.response.body", "body": self.encode(event), "more_body": True})
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch_client, nursery.cancel_scope)
+            nursery.start_soon(_watch_client, receive, nursery.cancel_scope)
             try:
                 last = {"event": "result", "result": await self._work(emit)}
             except Exception as error:  # the process edge of a stream: told to the client, logged if unknown

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from forkd.ops.awake import awake
 from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput
 from forkd.specs.models import EvalResult, ExecResult
@@ -14,29 +15,40 @@ from forkd.specs.requests import EvalRequest, ExecRequest, PrepareRequest
 MAX_ARGS = 4096
 
 
-def check_exec(request: ExecRequest) -> None:
-    """Raise BadInput for a command no guest could run."""
-    if not request.args or not request.args[0]:
+def check_command(args: list[str], shell: str | None) -> list[str]:
+    """The words to run: ``args``, or the guest's shell with a line. Raises BadInput for what no guest could run."""
+    if shell is not None:
+        if args:
+            raise BadInput("args and shell exclude each other", hint="give one of them")
+        args = ["/bin/sh", "-c", shell]
+    if not args or not args[0]:
         raise BadInput("args is empty", hint='give a command, for example {"args": ["uname", "-a"]}')
-    if len(request.args) > MAX_ARGS or any("\0" in arg for arg in request.args):
+    if len(args) > MAX_ARGS or any("\0" in arg for arg in args):
         raise BadInput(f"args has more than {MAX_ARGS} words, or a NUL byte")
+    return args
+
+
+def check_exec(request: ExecRequest) -> list[str]:
+    """The words of a command. Raises BadInput."""
+    args = check_command(request.args, request.shell)
     if not 0 < request.timeout_secs <= 7 * 86400:
         raise BadInput(f"a timeout of {request.timeout_secs:g} s is not possible", hint="give a positive number")
+    return args
 
 
 async def exec_command(runtime: Runtime, sandbox_id: str, request: ExecRequest) -> ExecResult:
     """Run a command to its end and return what it printed."""
-    check_exec(request)
-    link = runtime.sandbox(sandbox_id).link
+    args = check_exec(request)
     began = time.monotonic()
-    result = await link.run(
-        request.args,
-        env=request.env,
-        cwd=request.cwd,
-        user=request.user,
-        stdin=request.stdin.encode() if request.stdin is not None else None,
-        timeout=request.timeout_secs,
-    )
+    async with awake(runtime, sandbox_id) as sandbox:
+        result = await sandbox.link.run(
+            args,
+            env=request.env,
+            cwd=request.cwd,
+            user=request.user,
+            stdin=request.stdin.encode() if request.stdin is not None else None,
+            timeout=request.timeout_secs,
+        )
     runtime.observe("exec", id=sandbox_id, exit_code=result.exit_code, seconds=time.monotonic() - began)
     return result
 
@@ -45,18 +57,18 @@ async def stream_command(
     runtime: Runtime, sandbox_id: str, request: ExecRequest, on_output: Callable[[str, bytes], Awaitable[None]]
 ) -> ExecResult:
     """Run a command; ``on_output(stream, bytes)`` gets what it prints as it comes, and may be slow."""
-    check_exec(request)
-    link = runtime.sandbox(sandbox_id).link
+    args = check_exec(request)
     began = time.monotonic()
-    result = await link.run(
-        request.args,
-        env=request.env,
-        cwd=request.cwd,
-        user=request.user,
-        stdin=request.stdin.encode() if request.stdin is not None else None,
-        timeout=request.timeout_secs,
-        on_output=on_output,
-    )
+    async with awake(runtime, sandbox_id) as sandbox:
+        result = await sandbox.link.run(
+            args,
+            env=request.env,
+            cwd=request.cwd,
+            user=request.user,
+            stdin=request.stdin.encode() if request.stdin is not None else None,
+            timeout=request.timeout_secs,
+            on_output=on_output,
+        )
     runtime.observe("exec", id=sandbox_id, exit_code=result.exit_code, seconds=time.monotonic() - began)
     return result
 
@@ -64,7 +76,8 @@ async def stream_command(
 async def eval_code(runtime: Runtime, sandbox_id: str, request: EvalRequest) -> EvalResult:
     """Evaluate code in the warm interpreter."""
     began = time.monotonic()
-    result = await runtime.sandbox(sandbox_id).link.eval(request.code, timeout=request.timeout_secs)
+    async with awake(runtime, sandbox_id) as sandbox:
+        result = await sandbox.link.eval(request.code, timeout=request.timeout_secs)
     runtime.observe("eval", id=sandbox_id, exit_code=result.exit_code, seconds=time.monotonic() - began)
     return result
 
@@ -81,4 +94,5 @@ async def prepare(runtime: Runtime, sandbox_id: str, request: PrepareRequest) ->
 
 async def ping(runtime: Runtime, sandbox_id: str) -> dict[str, Any]:
     """Ask the agent whether it is there."""
-    return await runtime.sandbox(sandbox_id).link.request({"op": "ping"}, timeout=5)
+    async with awake(runtime, sandbox_id) as sandbox:
+        return await sandbox.link.request({"op": "ping"}, timeout=5)

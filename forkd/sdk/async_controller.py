@@ -12,6 +12,9 @@ from typing import Any
 import httpx
 
 from forkd.config import DEFAULT_URL
+from forkd.sdk.async_channel import Channel, channel_of, upgrade_headers
+from forkd.sdk.async_files import FileMethods
+from forkd.sdk.async_processes import ProcessMethods
 from forkd.sdk.discover import own_socket
 from forkd.sdk.errors import ControllerError
 
@@ -22,7 +25,7 @@ GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
 
 
-class AsyncController:
+class AsyncController(ProcessMethods, FileMethods):
     """Talks to a forkd app. Answers are plain dicts with the field names of the REST API."""
 
     def __init__(
@@ -265,11 +268,32 @@ class AsyncController:
 
         return await self._events(path, body, on_event)
 
-    async def _events(self, path: str, body: Any, on_event: Callable[[dict[str, Any]], None]) -> Any:
+    async def _channel(self, path: str, params: dict[str, str] | None = None) -> Channel:
+        request = self._client.build_request("GET", path, params=params, headers=upgrade_headers())
+        return channel_of(await self._bytes(request))
+
+    async def _bytes(self, request: httpx.Request) -> httpx.Response:
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise _unreachable(error, self.base_url) from error
+        if response.status_code != 101 and not response.is_success:
+            await response.aread()
+            raise _error(response)
+        return response
+
+    async def _events(
+        self,
+        path: str,
+        body: Any,
+        on_event: Callable[[dict[str, Any]], None],
+        method: str = "POST",
+        params: dict[str, str] | None = None,
+    ) -> Any:
         last: dict[str, Any] = {}
         try:
             async with self._client.stream(
-                "POST", path, json=body, headers={"accept": NDJSON}, timeout=None
+                method, path, json=body, params=params, headers={"accept": NDJSON}, timeout=None
             ) as response:
                 if not response.is_success:
                     await response.aread()

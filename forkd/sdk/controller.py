@@ -12,8 +12,11 @@ from typing import Any
 import httpx
 
 from forkd.config import DEFAULT_URL
+from forkd.sdk.channel import Channel, channel_of, upgrade_headers
 from forkd.sdk.discover import own_socket
 from forkd.sdk.errors import ControllerError
+from forkd.sdk.files import FileMethods
+from forkd.sdk.processes import ProcessMethods
 
 OnProgress = Callable[[str, float | None], None]
 OnOutput = Callable[[str, bytes], None]
@@ -22,7 +25,7 @@ GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
 
 
-class Controller:
+class Controller(ProcessMethods, FileMethods):
     """Talks to a forkd app. Answers are plain dicts with the field names of the REST API."""
 
     def __init__(
@@ -263,10 +266,33 @@ class Controller:
 
         return self._events(path, body, on_event)
 
-    def _events(self, path: str, body: Any, on_event: Callable[[dict[str, Any]], None]) -> Any:
+    def _channel(self, path: str, params: dict[str, str] | None = None) -> Channel:
+        request = self._client.build_request("GET", path, params=params, headers=upgrade_headers())
+        return channel_of(self._bytes(request))
+
+    def _bytes(self, request: httpx.Request) -> httpx.Response:
+        try:
+            response = self._client.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise _unreachable(error, self.base_url) from error
+        if response.status_code != 101 and not response.is_success:
+            response.read()
+            raise _error(response)
+        return response
+
+    def _events(
+        self,
+        path: str,
+        body: Any,
+        on_event: Callable[[dict[str, Any]], None],
+        method: str = "POST",
+        params: dict[str, str] | None = None,
+    ) -> Any:
         last: dict[str, Any] = {}
         try:
-            with self._client.stream("POST", path, json=body, headers={"accept": NDJSON}, timeout=None) as response:
+            with self._client.stream(
+                method, path, json=body, params=params, headers={"accept": NDJSON}, timeout=None
+            ) as response:
                 if not response.is_success:
                     response.read()
                     raise _error(response)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from forkd.daemon.api import IN_SANDBOX, ErrorBody, route
 from forkd.daemon.routes import runtime_of
-from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body, reply, wants_stream
+from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body, reply, stream_media, wants_stream
 from forkd.ops import execute, limits
 from forkd.ops.branch import branch
 from forkd.ops.fork import Child, ForkOptions
@@ -116,7 +116,7 @@ async def run(request: Request) -> Response:
 
         return await execute.stream_command(runtime, sandbox_id, body, on_output)
 
-    return EventStream(work)
+    return EventStream(work, stream_media(request))
 
 
 async def capture(request: Request) -> Response:
