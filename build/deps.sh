@@ -9,6 +9,8 @@ want mmdebstrap mmdebstrap
 want mkfs.ext4 e2fsprogs
 want dpkg-deb dpkg
 want setpriv util-linux
+want ip iproute2
+want nft nftables
 want docker-registry docker-registry
 want objdump binutils
 ${PYTHON:-python3} -c 'import ensurepip' 2>/dev/null || need="$need python3-venv"

@@ -33,6 +33,8 @@ class Settings:
     template_warmup: int = 20
     plugins: Path | None = None
     disabled_plugins: tuple[str, ...] = ()
+    dns: str | None = None
+    """The nameserver guests' questions are passed to; the host's own if None."""
 
     @property
     def plugin_dir(self) -> Path:
@@ -81,7 +83,8 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: object)
     values: dict[str, object] = {"data_dir": _data_dir(env)}
     if kernel := env.get("FORKD_KERNEL"):
         values["kernel"] = Path(kernel)
-    for key, name in (("engine", "FORKD_ENGINE"), ("accel", "FORKD_ACCEL"), ("spawn", "FORKD_SPAWN")):
+    words = {"engine": "FORKD_ENGINE", "accel": "FORKD_ACCEL", "spawn": "FORKD_SPAWN", "dns": "FORKD_DNS"}
+    for key, name in words.items():
         if value := env.get(name):
             values[key] = value
     if plugins := env.get("FORKD_PLUGIN_DIR"):

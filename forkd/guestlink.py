@@ -111,6 +111,7 @@ class ResumeInfo:
     hostname: str | None = None
     machine_id: str | None = None
     env: Mapping[str, str] | None = None
+    network: Mapping[str, object] | None = None
 
     @classmethod
     def fresh(cls, sandbox_id: str, env: Mapping[str, str] | None = None) -> ResumeInfo:
@@ -124,6 +125,7 @@ class ResumeInfo:
             "hostname": self.hostname,
             "machine_id": self.machine_id,
             "env": dict(self.env) if self.env is not None else None,
+            "network": dict(self.network) if self.network is not None else None,
         }
         return {"op": "resume"} | {key: value for key, value in values.items() if value is not None}
 

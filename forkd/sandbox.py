@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -12,6 +13,7 @@ import trio
 
 from forkd.canary import Canary
 from forkd.guestlink import GuestLink, ResumeInfo
+from forkd.network import guest_network
 from forkd.processtable import ProcessTable
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import (
@@ -84,6 +86,7 @@ async def run_sandbox(
     try:
         async with runtime.start_limit:
             runtime.slots.limits.apply(plan.info, lenient=plan.adopted is not None)
+            slot = await runtime.slots.attach(slot, plan.info, runtime.nursery, runtime.settings.dns)
             machine = await plan.start(slot)
             link = await _link_up(runtime, plan, machine)
         plan.info.pid = machine.pid
@@ -114,7 +117,7 @@ async def run_sandbox(
             with trio.CancelScope(shield=True):
                 if machine is not None:
                     await machine.kill()
-                await trio.to_thread.run_sync(runtime.slots.give_back, slot)
+                await runtime.slots.release(slot)
                 runtime.inventory.remove(plan.id)
             if sandbox is not None and sandbox.source is not None:
                 runtime.observe("end", id=plan.id, reason=runtime.endings.get(plan.id))
@@ -125,7 +128,8 @@ async def run_sandbox(
 async def _link_up(runtime: Runtime, plan: Plan, machine: Machine) -> GuestLink:
     """Open the guest link and wait for the resume handshake; the VMM's own end explains a failure best."""
     sync = bytes.fromhex(plan.agent_sync)
-    resume = ResumeInfo.fresh(plan.id) if plan.adopted is None else ResumeInfo()
+    fresh = dataclasses.replace(ResumeInfo.fresh(plan.id), network=guest_network(plan.info))
+    resume = fresh if plan.adopted is None else ResumeInfo()
     link = await GuestLink.open(machine.agent, sync, runtime.nursery, resume=resume)
     with trio.move_on_after(plan.ready_timeout):
         try:

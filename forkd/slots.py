@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import trio
+
 from forkd.limits import Limiter
+from forkd.linux.netns import NetworkError
+from forkd.network import Networks, remove_network, system_resolver
 from forkd.specs.engine import Slot
 from forkd.specs.errors import Conflict
+from forkd.specs.models import SandboxInfo
 from forkd.store.files import disk_full_as_no_space, remove_tree
 from forkd.store.locks import FileLock, is_held
+
+log = logging.getLogger("forkd")
 
 
 def new_sandbox_id() -> str:
@@ -27,6 +35,7 @@ class SlotOwner:
         self.directory = run_dir / (name or f"p{os.getpid()}-{secrets.token_hex(2)}")
         self.die_with_owner = die_with_owner
         self.limits = Limiter(run_dir)
+        self.networks = Networks(root=os.geteuid() == 0)
         with disk_full_as_no_space(run_dir):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=name is not None)
             lock = FileLock.try_take(self.directory / "lock")
@@ -48,9 +57,23 @@ class SlotOwner:
         found = [path for path in sorted(self.directory.iterdir()) if path.is_dir()]
         return [self._slot(path) for path in found]
 
+    async def attach(self, slot: Slot, info: SandboxInfo, nursery: trio.Nursery, dns: str | None) -> Slot:
+        """The slot with the network its sandbox is described with. Raises HostNotReady."""
+        return await self.networks.attach(slot, info, nursery, upstream=dns or system_resolver())
+
+    async def release(self, slot: Slot) -> None:
+        """Give back a slot whose machine is gone: its network, its control group, its directory."""
+        self.networks.close(slot.id)
+        await trio.to_thread.run_sync(self.give_back, slot)
+
     def give_back(self, slot: Slot) -> None:
-        """Remove a slot whose machine is gone."""
-        self.limits.release(slot.id)
+        """Remove what a slot has. What the kernel does not let go of is told, and its directory stays to find it by."""
+        try:
+            remove_network(slot.directory)
+            self.limits.release(slot.id)
+        except (NetworkError, OSError) as error:
+            log.warning("slot %s is not wholly removed: %s", slot.id, error)
+            return
         remove_tree(slot.directory)
 
     def _slot(self, directory: Path) -> Slot:

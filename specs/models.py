@@ -111,6 +111,9 @@ class SandboxInfo(msgspec.Struct, kw_only=True):
     created_at_unix: int
     netns: str | None = None
     guest_addr: str = ""
+    network: str = "none"
+    allow: list[str] = []
+    per_child_netns: bool = False
     pid: int | None = None
     memory_limit_mib: int | None = None
     cpu_limit: float | None = None

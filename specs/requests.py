@@ -42,6 +42,8 @@ class CreateSandboxes(msgspec.Struct, kw_only=True):
     snapshot_tag: str
     n: int = 1
     per_child_netns: bool = False
+    network: str = "none"
+    allow: list[str] = []
     memory_limit_mib: int | None = None
     cpu_limit: float | None = None
     pids_limit: int | None = None

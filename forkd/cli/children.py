@@ -14,7 +14,9 @@ OPTIONS = (
         "--spawn", type=click.Choice(["auto", "template", "restore"]), help="Clone children, or restore them."
     ),
     click.option("--template", "spawn", flag_value="template", help="The same as --spawn template."),
-    click.option("--per-child-netns", is_flag=True, help="Give each child a network of its own."),
+    click.option("--network", type=click.Choice(["none", "nat", "allowlist"]), default="none", show_default=True),
+    click.option("--allow", multiple=True, help="What an allowlist lets through: address, CIDR, name or *.name."),
+    click.option("--per-child-netns", is_flag=True, help="Run each VMM in a network namespace of its own."),
     click.option("--live-fork", is_flag=True, help="Hold the memory image in a sealed memfd."),
     click.option("--hugepages", is_flag=True, help="Back that memfd with 2 MiB pages; needs --live-fork."),
     click.option("--memory-limit-mib", type=click.IntRange(1), help="Memory limit of each child."),
@@ -36,4 +38,4 @@ def checked(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, if they go together."""
     if fields["hugepages"] and not fields["live_fork"]:
         raise click.UsageError("--hugepages needs --live-fork")
-    return fields
+    return {**fields, "allow": list(fields["allow"])}

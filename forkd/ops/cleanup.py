@@ -10,6 +10,7 @@ import trio
 
 from forkd.linux.cgroup import remove_group
 from forkd.linux.process import end_process
+from forkd.network import remove_network
 from forkd.runtime import Runtime
 from forkd.slots import find_orphans
 from forkd.store.files import remove_tree
@@ -33,6 +34,8 @@ async def cleanup(runtime: Runtime, *, remove: bool) -> list[Leftover]:
         if remove:
             for pid in orphan.pids:
                 await end_process(pid)
+            for slot in orphan.directory.iterdir():
+                await trio.to_thread.run_sync(remove_network, slot)
             await trio.to_thread.run_sync(remove_tree, orphan.directory)
     for path in runtime.slots.limits.leftovers():
         rows.append(_doomed(path, "a control group without a machine"))

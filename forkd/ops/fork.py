@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import trio
 
 from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
+from forkd.network import check_network
 from forkd.ops.prewarm import prewarm
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
@@ -37,6 +38,9 @@ class ForkOptions:
     best_effort: bool = False
     prewarm: bool = False
     spawn: str | None = None
+    network: str = "none"
+    allow: tuple[str, ...] = ()
+    per_child_netns: bool = False
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -52,6 +56,9 @@ class ForkOptions:
             best_effort=request.best_effort,
             prewarm=request.prewarm,
             spawn=request.spawn,
+            network=request.network,
+            allow=tuple(request.allow),
+            per_child_netns=request.per_child_netns,
         )
 
     @classmethod
@@ -64,6 +71,13 @@ class ForkOptions:
             io_limit_mibps=request.io_limit_mibps,
             best_effort=request.best_effort,
         )
+
+    @property
+    def needs_restore(self) -> str | None:
+        """Why such a child cannot be cloned, if it cannot: a clone has its template's namespace and descriptors."""
+        if self.network != "none":
+            return "a child with networking has devices of its own"
+        return "a child with a network namespace of its own starts in it" if self.per_child_netns else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +99,17 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
     manifest = stored.manifest
     engine = runtime.engine(manifest.platform.engine)
     recipe = Recipe(manifest.content, manifest.agent_sync, engine, spec)
-    kept, why = await runtime.templates.pick(runtime, recipe, n, _spawn(runtime, options))
+    has_device = manifest.hardware.network
+    notes = check_network(options.network, options.allow, has_device=has_device, root=runtime.slots.networks.root)
+    spawn = _spawn(runtime, options)
+    if options.needs_restore is None:
+        kept, why = await runtime.templates.pick(runtime, recipe, n, spawn)
+    else:
+        kept, why = None, options.needs_restore if spawn == "template" else None
     children = [Child(index, None, None) for index in range(n)]
 
     async def up(start: Callable[[Slot], Awaitable[Machine]], by: str, canary: Canary | None = None) -> Sandbox:
-        info = _info(tag, options, lease)
+        info = _info(tag, options, (*lease.warnings, *options.warnings, *notes))
         info.spawned_by = by
         if why is not None:
             info.warnings.append(f"restored, not cloned: {why}")
@@ -153,7 +173,7 @@ async def _prepare(runtime: Runtime, tag: str, options: ForkOptions) -> tuple[St
     return stored, RestoreSpec(stored.vmstate, lease.image, rootfs, manifest.hardware, manifest.platform), lease
 
 
-def _info(tag: str, options: ForkOptions, lease: MemoryLease) -> SandboxInfo:
+def _info(tag: str, options: ForkOptions, warnings: Sequence[str]) -> SandboxInfo:
     sandbox_id = new_sandbox_id()
     return SandboxInfo(
         id=sandbox_id,
@@ -166,5 +186,8 @@ def _info(tag: str, options: ForkOptions, lease: MemoryLease) -> SandboxInfo:
         best_effort=options.best_effort,
         hostname=sandbox_id,
         memory_backend=options.memory_backend,
-        warnings=[*lease.warnings, *options.warnings],
+        network=options.network,
+        allow=list(options.allow),
+        per_child_netns=options.per_child_netns,
+        warnings=list(warnings),
     )

@@ -40,6 +40,8 @@ async def fork_running(runtime: Runtime, sandbox_id: str, n: int, options: ForkO
     try:
         if not isinstance(engine, TemplateEngine) or TEMPLATE not in (await engine.describe()).capabilities:
             raise TemplateRefused("this engine cannot clone machines here")
+        if sandbox.info.network != "none" or sandbox.info.netns is not None:
+            raise TemplateRefused("its clones would have its namespace and network devices")
         canary = await _canary(sandbox)
         template, pause_ms = await _freeze(engine, sandbox)
     except TemplateRefused as error:

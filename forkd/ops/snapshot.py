@@ -44,7 +44,7 @@ def check_hardware(vcpus: int, mem_mib: int) -> Hardware:
         raise BadInput(
             f"{mem_mib} MiB of RAM are not possible", hint=f"give {config.MIN_MEM_MIB} to {config.MAX_MEM_MIB}"
         )
-    return Hardware(vcpus=vcpus, mem_mib=mem_mib)
+    return Hardware(vcpus=vcpus, mem_mib=mem_mib, network=True)
 
 
 async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress) -> Stored:

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forkd.specs.engine import BootSpec, RestoreSpec
+from forkd.specs.engine import BootSpec, RestoreSpec, Slot
 from forkd.specs.models import Hardware
 
 MACHINE = "microvm"
 TCG_CPU = "qemu64,+arat,+rdrand"
 KVM_CPU = "host"
 CONSOLE_BYTES = 65536
+MAC = "02:f0:4b:d0:00:02"
+"""Every guest has the same address, in a network of its own."""
 
 
-def boot_command(binary: str, accel: str, tsc_khz: int, spec: BootSpec, fds: Fds, console: Path) -> list[str]:
+def boot_command(
+    binary: str, accel: str, tsc_khz: int, spec: BootSpec, slot: Slot, fds: Fds, console: Path
+) -> list[str]:
     """Boot from the kernel; RAM is anonymous, the console goes to a file so that a failed boot can be explained."""
     cmdline = " ".join(kernel_command_line(accel, tsc_khz, spec))
     ram = f"memory-backend-memfd,id=ram,size={spec.hardware.mem_mib}M,share=off"
     return [
         *_machine(binary, accel, spec.hardware, spec.rootfs, fds),
+        *_network(spec.hardware, slot),
         *("-object", ram),
         *("-chardev", f"file,id=console,path={_escape(str(console))}"),
         *("-kernel", str(spec.kernel), "-initrd", str(spec.initrd), "-append", cmdline),
     ]
 
 
-def restore_command(binary: str, accel: str, spec: RestoreSpec, fds: Fds, vmstate_fd: int) -> list[str]:
+def restore_command(binary: str, accel: str, spec: RestoreSpec, slot: Slot, fds: Fds, vmstate_fd: int) -> list[str]:
     """Load device state from an inherited descriptor and run; the kernel is in RAM already."""
     backend = f"memory-backend-file,id=ram,size={spec.memory.size},share=off,mem-path={_escape(spec.memory.path)}"
     return [
         *_machine(binary, accel, spec.hardware, spec.rootfs, fds),
+        *_network(spec.hardware, slot),
         *("-object", backend),
         *("-chardev", f"ringbuf,id=console,size={CONSOLE_BYTES}"),
         *("-incoming", f"fd:{vmstate_fd}"),
@@ -88,6 +94,25 @@ def _machine(binary: str, accel: str, hardware: Hardware, rootfs: Path | None, f
         disk = f"driver=raw,node-name=root,read-only=on,file.driver=file,file.locking=off,file.filename={rootfs}"
         command += ["-blockdev", _escape_blockdev(disk, rootfs), "-device", "virtio-blk-device,drive=root"]
     return command
+
+
+def _network(hardware: Hardware, slot: Slot) -> list[str]:
+    """The guest's network device is always the same, whatever it leads to; without a peer it leads nowhere.
+
+    No offloads: what the device offers must not depend on what it is connected to, or state would not load.
+    """
+    if not hardware.network:
+        return []
+    offloads = "csum gso guest_csum guest_tso4 guest_tso6 guest_ecn guest_ufo guest_announce mrg_rxbuf"
+    offloads += " host_tso4 host_tso6 host_ecn host_ufo"
+    device = f"virtio-net-device,mac={MAC}," + ",".join(f"{name}=off" for name in offloads.split())
+    if slot.tap is not None:
+        peer = f"tap,id=net,ifname={slot.tap},script=no,downscript=no,vhost=off,vnet_hdr=off"
+    elif slot.user_network:
+        peer = "user,id=net,ipv6=off,net=10.42.0.0/24,host=10.42.0.1,dns=10.42.0.3,dhcpstart=10.42.0.9"
+    else:
+        return ["-device", device]
+    return ["-netdev", peer, "-device", f"{device},netdev=net"]
 
 
 def _escape(value: str) -> str:

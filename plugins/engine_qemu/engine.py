@@ -80,7 +80,7 @@ class QemuEngine:
         try:
             fds = Fds(*launch.prepare())
             console = slot.directory / CONSOLE
-            launch.start(command.boot_command(self._binary, accel, tsc, spec, fds, console))
+            launch.start(command.boot_command(self._binary, accel, tsc, spec, slot, fds, console))
             return await launch.handshake(BOOT_RAM)
         except BaseException:
             await launch.undo()
@@ -93,7 +93,7 @@ class QemuEngine:
         vmstate = os.open(spec.vmstate, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fds = Fds(*launch.prepare())
-            line = command.restore_command(self._binary, info.platform.accelerator, spec, fds, vmstate)
+            line = command.restore_command(self._binary, info.platform.accelerator, spec, slot, fds, vmstate)
             launch.start(line, (vmstate,))
             machine = await launch.handshake(spec.memory.path)
             await launch.running(machine)

@@ -132,7 +132,8 @@ class Launch:
         self.command = command
         # PDEATHSIG belongs to the thread that forks, so the process is started here in the main thread, not in trio's
         # worker threads, which come and go.
-        prefix = ["setpriv", "--pdeathsig", "KILL", "--"] if self.slot.die_with_owner else []
+        prefix = [] if self.slot.netns is None else ["nsenter", f"--net={self.slot.netns}", "--"]
+        prefix += ["setpriv", "--pdeathsig", "KILL", "--"] if self.slot.die_with_owner else []
         fds = (*(listener.fileno() for listener in self._listeners), *extra_fds)
         try:
             with open(self.slot.directory / LOG, "wb") as log:

@@ -1,0 +1,72 @@
+"""The packet filters, as text for nft: what every guest may not do, and what its mode lets it do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+TAP = "tap0"
+GUEST = "10.42.0.2"
+GATEWAY = "10.42.0.1"
+GATEWAY_MAC = "02:f0:4b:d0:00:01"
+"""The same everywhere: a guest that is restored elsewhere remembers it."""
+PREFIX_LENGTH = 24
+LINK_PREFIX = "fkd"
+HOST_TABLE = "forkd"
+NEVER = "169.254.0.0/16, 127.0.0.0/8, 0.0.0.0/8, 224.0.0.0/4, 240.0.0.0/4"
+"""Destinations no guest reaches in any mode: link-local (cloud metadata), loopback, multicast, reserved."""
+
+HOST_RULES = """
+table inet forkd {{}}
+flush table inet forkd
+table inet forkd {{
+  chain input {{
+    type filter hook input priority -10; policy accept;
+    iifname "fkd*" reject with icmp type admin-prohibited
+    iifname "fkd*" drop
+  }}
+  chain forward {{
+    type filter hook forward priority -10; policy accept;
+    iifname "fkd*" oifname "fkd*" drop
+    iifname "fkd*" ip daddr 169.254.0.0/16 drop
+    iifname "fkd*" meta nfproto ipv6 drop
+    oifname "fkd*" ct state != {{ established, related }} drop
+  }}
+  chain postrouting {{
+    type nat hook postrouting priority 100; policy accept;
+    ip saddr {pool} oifname != "fkd*" masquerade
+  }}
+}}
+"""
+"""The host's part: nothing from a guest is for the host itself or for another guest, nothing new goes to a guest."""
+
+
+def child_rules(mode: str, networks: Sequence[str], pool: str) -> str:
+    """The rules inside one namespace, which go when it goes. Everything is refused but what is named, and at once."""
+    elements = f"elements = {{ {', '.join(networks)} }}" if networks else ""
+    verdict = "accept" if mode == "nat" else "ip daddr @networks accept\n    ip daddr @names accept"
+    return f"""
+table inet forkd {{
+  set networks {{ type ipv4_addr; flags interval; {elements} }}
+  set names {{ type ipv4_addr; flags timeout; size 4096; }}
+  chain forward {{
+    type filter hook forward priority 0; policy drop;
+    ct state established,related accept
+    iifname != "{TAP}" drop
+    ip saddr != {GUEST} drop
+    meta nfproto ipv6 drop
+    ip daddr {{ {NEVER}, {pool} }} reject with icmp type admin-prohibited
+    {verdict}
+    reject with icmp type admin-prohibited
+  }}
+  chain input {{
+    type filter hook input priority 0; policy drop;
+    iifname "lo" accept
+    iifname "{TAP}" ip daddr {GATEWAY} udp dport 53 accept
+    iifname "{TAP}" reject with icmp type admin-prohibited
+  }}
+  chain postrouting {{
+    type nat hook postrouting priority 100; policy accept;
+    oifname "up0" masquerade
+  }}
+}}
+"""
