@@ -69,7 +69,7 @@ class Kept:
     template: MachineTemplate
     canary: Canary
     bytes: int
-    used: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=lambda: time.monotonic())
     failures: int = 0
 
 

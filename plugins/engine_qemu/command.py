@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from forkd.specs.engine import BootSpec, RestoreSpec, Slot
@@ -11,18 +12,20 @@ MACHINE = "microvm"
 TCG_CPU = "qemu64,+arat,+rdrand"
 KVM_CPU = "host"
 CONSOLE_BYTES = 65536
+SANDBOX = ("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny")
+"""Seccomp: a VMM that was taken over can start no program and gain no privilege."""
 MAC = "02:f0:4b:d0:00:02"
 """Every guest has the same address, in a network of its own."""
 
 
 def boot_command(
-    binary: str, accel: str, tsc_khz: int, spec: BootSpec, slot: Slot, fds: Fds, console: Path
+    qemu: Sequence[str], accel: str, tsc_khz: int, spec: BootSpec, slot: Slot, fds: Fds, console: Path
 ) -> list[str]:
     """Boot from the kernel; RAM is anonymous, the console goes to a file so that a failed boot can be explained."""
     cmdline = " ".join(kernel_command_line(accel, tsc_khz, spec))
     ram = f"memory-backend-memfd,id=ram,size={spec.hardware.mem_mib}M,share=off"
     return [
-        *_machine(binary, accel, spec.hardware, spec.rootfs, fds),
+        *_machine(qemu, accel, spec.hardware, spec.rootfs, fds),
         *_network(spec.hardware, slot),
         *("-object", ram),
         *("-chardev", f"file,id=console,path={_escape(str(console))}"),
@@ -30,11 +33,13 @@ def boot_command(
     ]
 
 
-def restore_command(binary: str, accel: str, spec: RestoreSpec, slot: Slot, fds: Fds, vmstate_fd: int) -> list[str]:
+def restore_command(
+    qemu: Sequence[str], accel: str, spec: RestoreSpec, slot: Slot, fds: Fds, vmstate_fd: int
+) -> list[str]:
     """Load device state from an inherited descriptor and run; the kernel is in RAM already."""
     backend = f"memory-backend-file,id=ram,size={spec.memory.size},share=off,mem-path={_escape(spec.memory.path)}"
     return [
-        *_machine(binary, accel, spec.hardware, spec.rootfs, fds),
+        *_machine(qemu, accel, spec.hardware, spec.rootfs, fds),
         *_network(spec.hardware, slot),
         *("-object", backend),
         *("-chardev", f"ringbuf,id=console,size={CONSOLE_BYTES}"),
@@ -76,9 +81,9 @@ class Fds:
         self.agent = agent
 
 
-def _machine(binary: str, accel: str, hardware: Hardware, rootfs: Path | None, fds: Fds) -> list[str]:
+def _machine(qemu: Sequence[str], accel: str, hardware: Hardware, rootfs: Path | None, fds: Fds) -> list[str]:
     command = [
-        binary,
+        *qemu,
         *("-M", f"{MACHINE},memory-backend=ram,accel={accel},suppress-vmdesc=on,rtc=on,pic=on,pit=on"),
         *("-cpu", TCG_CPU if accel == "tcg" else KVM_CPU),
         *("-smp", str(hardware.vcpus), "-m", f"{hardware.mem_mib}M"),

@@ -30,14 +30,16 @@ class QemuEngine:
         self._cache_dir = context.cache_dir
         self._accel = context.settings.get("accel", "auto")
         self._info: EngineInfo | None = None
-        self._binary = ""
+        self._qemu: list[str] = []
 
     async def describe(self) -> EngineInfo:
         """Version, accelerator and TSC rate; remembered."""
         if self._info is None:
-            self._binary = host.find_qemu()
+            binary = host.find_qemu()
             accel, why = host.pick_accelerator(self._accel)
-            facts = await trio.to_thread.run_sync(host.gather, self._binary, self._cache_dir)
+            facts = await trio.to_thread.run_sync(host.gather, binary, self._cache_dir)
+            # To freeze or clone a process under seccomp needs root: who has not must do without the one or the other.
+            self._qemu = [binary, *(command.SANDBOX if facts.sandbox and os.geteuid() == 0 else ())]
             platform = Platform(
                 engine=self.name,
                 engine_version=facts.version,
@@ -80,7 +82,7 @@ class QemuEngine:
         try:
             fds = Fds(*launch.prepare())
             console = slot.directory / CONSOLE
-            launch.start(command.boot_command(self._binary, accel, tsc, spec, slot, fds, console))
+            launch.start(command.boot_command(self._qemu, accel, tsc, spec, slot, fds, console))
             return await launch.handshake(BOOT_RAM)
         except BaseException:
             await launch.undo()
@@ -93,7 +95,7 @@ class QemuEngine:
         vmstate = os.open(spec.vmstate, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fds = Fds(*launch.prepare())
-            line = command.restore_command(self._binary, info.platform.accelerator, spec, slot, fds, vmstate)
+            line = command.restore_command(self._qemu, info.platform.accelerator, spec, slot, fds, vmstate)
             launch.start(line, (vmstate,))
             machine = await launch.handshake(spec.memory.path)
             await launch.running(machine)

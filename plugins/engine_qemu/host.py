@@ -13,6 +13,7 @@ from pathlib import Path
 
 from forkd.linux.hostprobe import HostProbe, kvm_truth
 from forkd.linux.tsc import measure_tsc_khz
+from forkd.plugins.engine_qemu.command import SANDBOX
 from forkd.specs.errors import BadInput, ToolMissing
 from forkd.specs.hookspecs import Check
 from forkd.specs.host import Host
@@ -28,6 +29,7 @@ class HostFacts:
     key: str
     version: str
     tsc_khz: int
+    sandbox: bool
 
 
 def find_qemu() -> str:
@@ -60,12 +62,19 @@ def gather(binary: str, cache_dir: Path) -> HostFacts:
             return facts
     except (OSError, ValueError, TypeError):
         pass  # absent or of another shape: found out again below
-    facts = HostFacts(key, _version(binary), measure_tsc_khz())
+    facts = HostFacts(key, _version(binary), measure_tsc_khz(), _can_sandbox(binary))
     cache_dir.mkdir(parents=True, exist_ok=True)
     staged = cache.with_suffix(f".{os.getpid()}")
     staged.write_text(json.dumps(asdict(facts)))
     staged.replace(cache)
     return facts
+
+
+def _can_sandbox(binary: str) -> bool:
+    """Whether this QEMU starts under its own seccomp filters: some are built without."""
+    command = [binary, "-M", "none", "-nodefaults", "-display", "none", "-monitor", "stdio", *SANDBOX]
+    done = subprocess.run(command, input=b"quit\n", capture_output=True, timeout=30)
+    return done.returncode == 0
 
 
 def _version(binary: str) -> str:

@@ -62,6 +62,8 @@ class QemuTemplate:
 
     async def clone(self, slot: Slot) -> QemuMachine:
         """A running machine in ``slot``. Raises LaunchFailed; then, as on cancellation, nothing is left."""
+        if slot.netns or slot.tap:
+            raise LaunchFailed("a clone cannot have a network of its own: restore it")
         with ExitStack() as theirs, ExitStack() as ours:
             ends = {name: _Ends(slot.directory, name, theirs, ours) for name in (QMP_SOCKET, AGENT_SOCKET)}
             log = theirs.enter_context((slot.directory / LOG).open("wb"))
