@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow setup deps lint unit vm binary test-binary bench bench-branch clean
+.PHONY: demo test test-slow setup deps lint unit vm binary test-binary docs bench bench-branch clean
 
 demo: setup
 	$(BIN)/forkd quickstart -n 10
@@ -45,6 +45,9 @@ dist/forkd: $(READY) $(shell find -L forkd packaging/forkd.spec build -name '*.p
 
 test-binary: dist/forkd  ## the CLI and VM cases again, on the binary
 	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q tests/binary tests/vm tests/unit/cli
+
+docs: setup  ## write what is generated: CLI and API reference, examples of the plugin guide, man page
+	$(BIN)/python build/docs.py
 
 bench: setup
 	$(BIN)/python tests/bench/fork.py

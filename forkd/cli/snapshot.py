@@ -14,6 +14,7 @@ from forkd.cli.common import json_option, print_json, progress_bar, with_control
 @click.option("--tag", help="Tag of the new snapshot.")
 @click.option("--rootfs", envvar="FORKD_ROOTFS", help="An ext4 image, as `forkd parent build` makes.")
 @click.option("--from-sandbox", "sandbox_id", help="Capture this running sandbox instead; it goes on.")
+@click.option("--mode", help="Capture it in this mode: full, diff, live, or one of a plugin.")
 @click.option("--diff", "mode", flag_value="diff", help="Write only what it changed.")
 @click.option("--live", "mode", flag_value="live", help="Write only what it changed, while it runs on.")
 @click.option("--no-wait", is_flag=True, help="With --live: return as soon as it runs on; see `forkd images`.")

@@ -12,7 +12,7 @@ KINDS = ("branch-mode", "memory-backend", "rootfs-builder", "engine", "command",
 
 PYPROJECT = """\
 [build-system]
-requires = ["setuptools>=69"]
+requires = ["setuptools>=77"]
 build-backend = "setuptools.build_meta"
 
 [project]
