@@ -1,0 +1,60 @@
+"""The bytes of a pack between its blobs: tar headers and padding in zstd frames that store them as they are."""
+
+from __future__ import annotations
+
+import struct
+import tarfile
+from collections.abc import Callable
+
+from forkd.specs.errors import PackError
+
+BLOCK = 512
+TRAILER_SIZE = 2 * BLOCK
+_MAGIC = b"\x28\xb5\x2f\xfd\xa0"  # the last byte: one segment, its length in 32 bits, no checksum, no dictionary
+_RAW_BLOCK = 1 << 17
+_HEAD = len(_MAGIC) + 4
+
+
+def frame(content: bytes) -> bytes:
+    """``content`` as one zstd frame of raw blocks."""
+    parts = [_MAGIC, struct.pack("<I", len(content))]
+    for start in range(0, len(content), _RAW_BLOCK) or (0,):
+        piece = content[start : start + _RAW_BLOCK]
+        last = start + _RAW_BLOCK >= len(content)
+        parts += [struct.pack("<I", len(piece) << 3 | last)[:3], piece]
+    return b"".join(parts)
+
+
+def read_frame(read: Callable[[int], bytes], limit: int) -> bytes:
+    """The content of the glue frame at hand, of at most ``limit`` bytes. Raises PackError for anything else."""
+    head = read(_HEAD)
+    if len(head) < _HEAD or not head.startswith(_MAGIC):
+        raise PackError("this is not a pack", hint=f"packs are made by forkd pack and end in {'.forkd-snapshot.tar.zst'}")
+    (size,) = struct.unpack("<I", head[len(_MAGIC) :])
+    if size > limit:
+        raise PackError(f"the pack's manifest has {size} bytes; {limit} are allowed")
+    blocks = max(1, -(-size // _RAW_BLOCK))
+    body = read(size + 3 * blocks)
+    content = b"".join(
+        body[start + 3 : start + 3 + _RAW_BLOCK] for start in range(0, len(body), _RAW_BLOCK + 3)
+    )
+    if head + body != frame(content):
+        raise PackError("the pack's beginning is cut short or malformed")
+    return content
+
+
+def header(name: str, size: int) -> bytes:
+    """The tar header of a regular file."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def padding(size: int) -> bytes:
+    """The zeros that fill a member of ``size`` bytes up."""
+    return bytes(-size % BLOCK)
+
+
+def trailer() -> bytes:
+    """The end of the archive."""
+    return frame(bytes(TRAILER_SIZE))
