@@ -13,6 +13,8 @@ want ip iproute2
 want nft nftables
 want docker-registry docker-registry
 want objdump binutils
+PATH="$PATH:/usr/sbin" want nginx nginx-light
+want zstd zstd
 ${PYTHON:-python3} -c 'import ensurepip' 2>/dev/null || need="$need python3-venv"
 ${PYTHON:-python3} -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "forkd needs Python 3.11 or newer; ${PYTHON:-python3} is $(${PYTHON:-python3} -V)" >&2
@@ -32,4 +34,5 @@ echo "==> installing$need" >&2
 export DEBIAN_FRONTEND=noninteractive
 apt-get -qq update
 # shellcheck disable=SC2086  # a list of package names
-apt-get -qq install --no-install-recommends -y $need >/dev/null
+# RUNLEVEL=1: servers that come with it, which tests run themselves, are not started on the host.
+RUNLEVEL=1 apt-get -qq install --no-install-recommends -y $need >/dev/null

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 DEFAULT_URL = "http://127.0.0.1:8889"
@@ -31,6 +31,10 @@ class Settings:
     template_mib: int = 2048
     template_idle_secs: float = 600.0
     template_warmup: int = 20
+    blob_cache_bytes: int = 4 << 30
+    hub_url: str | None = None
+    hub_token: str | None = field(default=None, repr=False)
+    trust: str = "warn"
     plugins: Path | None = None
     disabled_plugins: tuple[str, ...] = ()
     dns: str | None = None
@@ -62,6 +66,16 @@ class Settings:
         return self.data_dir / "cache"
 
     @property
+    def hub_dir(self) -> Path:
+        """Keys, logins and trusted keys."""
+        return self.data_dir / "hub"
+
+    @property
+    def blobs_dir(self) -> Path:
+        """Compressed files on their way to or from registries; expendable."""
+        return self.data_dir / "blobs"
+
+    @property
     def run_dir(self) -> Path:
         """One directory for each forkd process that owns machines, one below it for each machine."""
         return self.data_dir / "run"
@@ -83,7 +97,15 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: object)
     values: dict[str, object] = {"data_dir": _data_dir(env)}
     if kernel := env.get("FORKD_KERNEL"):
         values["kernel"] = Path(kernel)
-    words = {"engine": "FORKD_ENGINE", "accel": "FORKD_ACCEL", "spawn": "FORKD_SPAWN", "dns": "FORKD_DNS"}
+    words = {
+        "engine": "FORKD_ENGINE",
+        "accel": "FORKD_ACCEL",
+        "spawn": "FORKD_SPAWN",
+        "dns": "FORKD_DNS",
+        "hub_url": "FORKD_HUB_URL",
+        "hub_token": "FORKD_HUB_TOKEN",
+        "trust": "FORKD_HUB_TRUST",
+    }
     for key, name in words.items():
         if value := env.get(name):
             values[key] = value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import email.utils
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urljoin, urlsplit
@@ -109,16 +109,17 @@ class HttpClient:
             try:
                 async with self._open(method, url, auth, headers or {}, body, accept) as response:
                     found = bytearray()
-                    async for chunk in response.aiter_raw():
-                        found += chunk
-                        if len(found) > limit:
-                            raise TransferError(f"{_shown(url)} answered with more than {limit} bytes")
+                    async with _body(response) as chunks:
+                        async for chunk in chunks:
+                            found += chunk
+                            if len(found) > limit:
+                                raise TransferError(f"{_shown(url)} answered with more than {limit} bytes")
                     return Answer(response.status_code, response.headers, bytes(found), str(response.url))
             except (_Transient, httpx.TransportError) as error:
                 attempt += 1
                 await self._wait(url, attempt, error)
 
-    async def read(self, url: str, auth: Auth, offset: int = 0, size: int | None = None) -> AsyncIterator[bytes]:
+    async def read(self, url: str, auth: Auth, offset: int = 0, size: int | None = None) -> AsyncGenerator[bytes, None]:
         """The bytes of ``url`` from ``offset`` (to ``size``, if known), continued where a connection broke."""
         position, attempt, resumes = offset, 0, 0
         while size is None or position < size:
@@ -126,13 +127,16 @@ class HttpClient:
                 wanted = {"range": f"bytes={position}-"} if position else {}
                 async with self._open("GET", url, auth, wanted, None, (200, 206, 416)) as response:
                     skip = _check_range(response, position, size)
-                    async for chunk in response.aiter_raw():
-                        fresh, skip = chunk[skip:], max(0, skip - len(chunk))
-                        if size is not None and position + len(fresh) > size:
-                            raise TransferError(f"{_shown(url)} sends more than the {size} bytes it should have")
-                        if fresh:
-                            position, attempt = position + len(fresh), 0
-                            yield fresh
+                    if response.status_code == 416:
+                        return  # all of it was there already
+                    async with _body(response) as chunks:
+                        async for chunk in chunks:
+                            fresh, skip = chunk[skip:], max(0, skip - len(chunk))
+                            if size is not None and position + len(fresh) > size:
+                                raise TransferError(f"{_shown(url)} sends more than the {size} bytes it should have")
+                            if fresh:
+                                position, attempt = position + len(fresh), 0
+                                yield fresh
                 if size is None:
                     return
                 if position < size:
@@ -194,6 +198,20 @@ class HttpClient:
         await trio.sleep(delay if after is None else after)
 
 
+@asynccontextmanager
+async def _body(response: httpx.Response) -> AsyncIterator[AsyncIterator[bytes]]:
+    """The bytes of an answer, which may be left unread: httpx's nested generators are brought to their end."""
+    chunks = response.aiter_raw()
+    try:
+        yield chunks
+    finally:
+        with trio.CancelScope(shield=True):
+            await response.aclose()
+        with suppress(httpx.HTTPError, httpx.StreamError):  # the connection is closed: they end at once
+            async for _ in chunks:
+                pass
+
+
 def _check_range(response: httpx.Response, position: int, size: int | None) -> int:
     """How many bytes to skip because the server did not begin where we asked it to. Raises TransferError."""
     url = _shown(str(response.url))
@@ -214,7 +232,7 @@ def _check_range(response: httpx.Response, position: int, size: int | None) -> i
 
 
 def _redirected(method: str, url: str, response: httpx.Response, count: int) -> str:
-    target = urljoin(url, response.headers.get("location", ""))
+    target: str = urljoin(url, response.headers.get("location", ""))
     old, new = urlsplit(url), urlsplit(target)
     if count > MAX_REDIRECTS:
         raise TransferError(f"{_shown(url)} redirects again and again")
@@ -237,10 +255,11 @@ async def _raise(url: str, response: httpx.Response) -> None:
     if status in (404, 410):
         raise NotFound(f"{_shown(url)} is not there")
     said = bytearray()
-    async for chunk in response.aiter_raw():
-        said += chunk
-        if len(said) > 400:
-            break
+    async with _body(response) as chunks:
+        async for chunk in chunks:
+            said += chunk
+            if len(said) > 400:
+                break
     text = "".join(char if char.isprintable() else " " for char in said.decode(errors="replace"))[:200].strip()
     raise TransferError(f"{_shown(url)} answered HTTP {status}{': ' + text if text else ''}")
 

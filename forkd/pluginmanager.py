@@ -41,6 +41,9 @@ DEFAULT_PLUGINS = (
     "forkd.plugins.rootfs_debian",
     "forkd.plugins.rootfs_dir",
     "forkd.plugins.rootfs_oci",
+    "forkd.plugins.hub_file",
+    "forkd.plugins.hub_http",
+    "forkd.plugins.hub_oci",
 )
 
 

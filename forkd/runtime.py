@@ -18,6 +18,7 @@ from forkd.slots import SlotOwner
 from forkd.specs.engine import Engine, EngineContext
 from forkd.specs.errors import BadInput, ForkdError, SandboxNotFound, TooBusy
 from forkd.specs.models import SnapshotInfo
+from forkd.store.blobs import BlobStore
 from forkd.store.disks import DiskStore
 from forkd.store.images import ImageCache
 from forkd.store.snapshots import SnapshotStore
@@ -47,6 +48,7 @@ class Runtime:
     snapshots: SnapshotStore
     disks: DiskStore
     images: ImageCache
+    blobs: BlobStore
     slots: SlotOwner
     nursery: trio.Nursery
     start_limit: trio.Semaphore
@@ -110,6 +112,7 @@ async def open_runtime(
                 snapshots=SnapshotStore(settings.snapshots_dir),
                 disks=DiskStore(settings.rootfs_dir),
                 images=ImageCache(settings.images_dir, settings.image_cache_bytes),
+                blobs=BlobStore(settings.blobs_dir, settings.blob_cache_bytes),
                 slots=slots,
                 nursery=nursery,
                 start_limit=trio.Semaphore(settings.start_limit),

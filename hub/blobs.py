@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import IO
+from typing import IO, cast
 
 import zstandard
 
@@ -51,7 +51,8 @@ class BlobWriter:
 class BlobReader:
     """The stream of a blob read from ``source``, which holds it from its present position on.
 
-    ``advance`` is told of the blob's bytes as they are read. Never more than the declared number of bytes is read or handed out, and never more than a window is held.
+    ``advance`` is told of the blob's bytes as they are read. Never more than the declared number of bytes is read or
+    handed out, and never more than a window is held.
     """
 
     def __init__(self, source: IO[bytes], blob: Blob, advance: Callable[[int], None] = lambda count: None) -> None:
@@ -60,7 +61,9 @@ class BlobReader:
         self._blob = blob
         self._counted = _Counted(source, blob.stored, advance)
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
-        self._stream = decompressor.stream_reader(self._counted, read_size=CHUNK, read_across_frames=True)
+        self._stream = decompressor.stream_reader(
+            cast(IO[bytes], self._counted), read_size=CHUNK, read_across_frames=True
+        )
         self._left = blob.stream
 
     def read(self, count: int) -> bytes:

@@ -29,15 +29,13 @@ def read_frame(read: Callable[[int], bytes], limit: int) -> bytes:
     """The content of the glue frame at hand, of at most ``limit`` bytes. Raises PackError for anything else."""
     head = read(_HEAD)
     if len(head) < _HEAD or not head.startswith(_MAGIC):
-        raise PackError("this is not a pack", hint=f"packs are made by forkd pack and end in {'.forkd-snapshot.tar.zst'}")
+        raise PackError("this is not a pack", hint="packs are made by forkd pack")
     (size,) = struct.unpack("<I", head[len(_MAGIC) :])
     if size > limit:
         raise PackError(f"the pack's manifest has {size} bytes; {limit} are allowed")
     blocks = max(1, -(-size // _RAW_BLOCK))
     body = read(size + 3 * blocks)
-    content = b"".join(
-        body[start + 3 : start + 3 + _RAW_BLOCK] for start in range(0, len(body), _RAW_BLOCK + 3)
-    )
+    content = b"".join(body[start + 3 : start + 3 + _RAW_BLOCK] for start in range(0, len(body), _RAW_BLOCK + 3))
     if head + body != frame(content):
         raise PackError("the pack's beginning is cut short or malformed")
     return content

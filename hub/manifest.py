@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 from datetime import UTC, datetime
@@ -69,7 +70,9 @@ def decode(body: bytes) -> PackManifest:
         raise PackError(f"the manifest is not TOML: {str(error)[:200]}") from error
     version = table.get("forkd_pack_version")
     if version != PACK_VERSION or isinstance(version, bool):
-        hint = "use a newer forkd" if isinstance(version, int) and version > PACK_VERSION else "pack it again with forkd"
+        hint = (
+            "use a newer forkd" if isinstance(version, int) and version > PACK_VERSION else "pack it again with forkd"
+        )
         raise PackError(f"the pack has format {str(version)[:20]}; this forkd reads {PACK_VERSION}", hint=hint)
     try:
         manifest = msgspec.convert(table, PackManifest)
@@ -101,7 +104,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _check_values(value: Any) -> None:
-    """Text reaches terminals, numbers are computed with: no control characters, nothing negative, huge or not finite."""
+    """Text reaches terminals and numbers are computed with: no control characters, nothing negative, huge or NaN."""
     if isinstance(value, str):
         if len(value) > MAX_TEXT or any(not char.isprintable() for char in value):
             raise PackError("the manifest has a text with control characters, or one that is too long")
@@ -127,7 +130,7 @@ def _check_chain(manifest: PackManifest) -> None:
         _check_layer(layer)
     if layers[0].parent is not None:
         raise PackError(f"the pack's first layer builds on {layers[0].parent.tag!r}, which is not in it")
-    for before, layer in zip(layers, layers[1:], strict=False):
+    for before, layer in itertools.pairwise(layers):
         if layer.parent is None or (layer.parent.tag, layer.parent.content) != (before.tag, before.content):
             raise PackError(f"layer {layer.tag!r} does not build on the layer before it, {before.tag!r}")
         if layer.hardware.mem_mib != before.hardware.mem_mib:

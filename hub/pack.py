@@ -18,12 +18,13 @@ _SIGNATURE_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A pack's manifest, the bytes it was read from, and where in the file each of its blobs begins."""
+    """A pack's manifest, its bytes without and (``document``) with signatures, and where each of its blobs begins."""
 
     manifest: PackManifest
     body: bytes
     signatures: list[Signature]
     offsets: dict[str, int]
+    document: bytes
 
 
 def write(out: IO[bytes], document: bytes, blobs: list[Blob], copy: Callable[[Blob, IO[bytes]], None]) -> None:
@@ -54,7 +55,7 @@ def read(source: IO[bytes]) -> Pack:
     _expect(source, glue.trailer(), "at its end")
     if source.read(1):
         raise PackError("the pack has bytes after its end")
-    return Pack(found, body, signed, offsets)
+    return Pack(found, body, signed, offsets, document)
 
 
 def resign(source: IO[bytes], out: IO[bytes], document: bytes) -> None:

@@ -1,4 +1,4 @@
-"""References: what people write after ``pull`` and ``push``, as a registry, a package and a version, or a pack's URL."""
+"""References, as people write them after ``pull`` and ``push``: a package of a registry, or the URL of a pack."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def parse(text: str, hub: str | None) -> Ref:
 def base_url(text: str) -> str:
     """A registry's URL without slashes at its end. Raises BadInput."""
     if _URL.fullmatch(text) is None:
-        raise BadInput(f"{text!r} is not a registry's URL", hint="for example file:/srv/hub, https://HOST/hub, oci://HOST")
+        raise BadInput(
+            f"{text!r} is not a registry's URL", hint="for example file:/srv/hub, https://HOST/hub, oci://HOST"
+        )
     return text.rstrip("/")
 
 

@@ -8,6 +8,8 @@ from forkd.hub.refs import check_package
 from forkd.specs.errors import BadInput, PackError
 from forkd.specs.packs import MAX_REGISTRY, REGISTRY_VERSION, Package, Registry, Version
 
+EMPTY = Registry()
+
 
 def decode(data: bytes) -> Registry:
     """Parse an index. Packages with names nobody could ask for are left out. Raises PackError."""

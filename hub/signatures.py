@@ -105,13 +105,15 @@ def judge(body: bytes, signatures: list[Signature], trusted: Mapping[str, str], 
                 f"the signature by {signature.key[:16]}… does not fit the manifest",
                 hint="the pack was altered after it was signed; get it from its maker again",
             ) from error
-    known = tuple(trusted[signature.key] for signature in signatures if signature.key in trusted)
-    if known:
-        return Verdict("trusted", known)
+    names = tuple(trusted[signature.key] for signature in signatures if signature.key in trusted)
+    if names:
+        return Verdict("trusted", names)
     keys = tuple(signature.key for signature in signatures)
     said = f"signed by {', '.join(key[:16] + '…' for key in keys)}, unknown here" if keys else "not signed"
     if policy == "require":
-        hint = f"if you trust its maker: forkd hub trust NAME {keys[0]}" if keys else "only signed packs are allowed here"
+        hint = (
+            f"if you trust its maker: forkd hub trust NAME {keys[0]}" if keys else "only signed packs are allowed here"
+        )
         raise TrustError(f"the pack is {said}", hint=hint)
     return Verdict("unknown" if keys else "unsigned", keys, f"the pack is {said}")
 

@@ -64,8 +64,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     hardware: Hardware
     vmstate: FileRef
     memory: MemoryRef
-    rootfs: FileRef | None
-    kernel: FileRef | None
+    rootfs: FileRef | None = None
+    kernel: FileRef | None = None
     agent_sync: str
     parent: ParentRef | None = None
     branched_from: str | None = None
@@ -96,11 +96,14 @@ class SnapshotInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     mem_mib: int | None = None
     vcpus: int | None = None
     physical_bytes: int | None = None
+    logical_bytes: int | None = None
+    shared_bytes: int | None = None
     engine: str | None = None
     accelerator: str | None = None
     image: str | None = None
     warning: str | None = None
     labels: dict[str, str] = {}
+    source: dict[str, Any] | None = None
 
 
 class SandboxInfo(msgspec.Struct, kw_only=True):

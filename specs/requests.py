@@ -207,3 +207,83 @@ class Compact(msgspec.Struct, kw_only=True):
     """Flatten a chain into a new snapshot that stands alone."""
 
     to: str
+
+
+class PackRequest(msgspec.Struct, kw_only=True):
+    """Write a snapshot's pack to ``out``, a path of the host. ``sign`` is the name or the file of a key."""
+
+    tag: str
+    out: str | None = None
+    description: str = ""
+    base_image: str = ""
+    since: str | None = None
+    bundle: bool = False
+    sign: str | None = None
+
+
+class UnpackRequest(msgspec.Struct, kw_only=True):
+    """Take in the pack file ``path`` of the host. ``trust`` is off, warn or require."""
+
+    path: str
+    tag: str | None = None
+    force: bool = False
+    trust: str | None = None
+
+
+class PushRequest(msgspec.Struct, kw_only=True):
+    """Send a snapshot to ``target``: a package reference, or the URL of a pack file."""
+
+    tag: str
+    target: str
+    hub: str | None = None
+    description: str = ""
+    base_image: str = ""
+    since: str | None = None
+    sign: str | None = None
+
+
+class PullRequest(msgspec.Struct, kw_only=True):
+    """Fetch a snapshot from ``target``: a package reference, or the URL of a pack file."""
+
+    target: str
+    hub: str | None = None
+    tag: str | None = None
+    force: bool = False
+    trust: str | None = None
+
+
+class HubCheck(msgspec.Struct, kw_only=True):
+    """Ask whether a package would run here."""
+
+    target: str
+    hub: str | None = None
+
+
+class HubLogin(msgspec.Struct, kw_only=True):
+    """Keep a login for a registry, or forget it."""
+
+    url: str
+    token: str | None = None
+    username: str | None = None
+    password: str | None = None
+    forget: bool = False
+
+
+class HubKeygen(msgspec.Struct, kw_only=True):
+    """Make a signing key."""
+
+    name: str = "default"
+
+
+class HubSign(msgspec.Struct, kw_only=True):
+    """Sign a pack file of the host."""
+
+    path: str
+    key: str = "default"
+
+
+class HubTrust(msgspec.Struct, kw_only=True):
+    """Trust a public key under a name; without a key, stop trusting that name."""
+
+    name: str
+    key: str | None = None

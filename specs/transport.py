@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-Body = Callable[[int], AsyncIterator[bytes]]
+Body = Callable[[int], AsyncGenerator[bytes, None]]
 """Bytes to send, from an offset on; may be asked for again when a transfer is retried."""
 
 UpdateIndex = Callable[[bytes | None], bytes]
@@ -51,7 +51,7 @@ class HubTransport(Protocol):
     async def blob_size(self, place: Place, sha256: str) -> int | None:
         """The size of a blob that is there, or None."""
 
-    def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncIterator[bytes]:
+    def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """The blob's bytes from ``offset`` to ``size``, never more; the caller closes the iterator."""
 
     async def write_blob(self, place: Place, sha256: str, size: int, body: Body) -> None:
@@ -65,7 +65,7 @@ class HubTransport(Protocol):
         Registries that are files replace their index by what ``update`` makes of it, against others doing the same.
         """
 
-    def read_file(self, url: str, login: Login | None, offset: int = 0) -> AsyncIterator[bytes]:
+    def read_file(self, url: str, login: Login | None, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """A whole pack file by its own URL, from ``offset`` on. Raises BadInput where there is no such thing."""
 
     async def write_file(self, url: str, login: Login | None, size: int, body: Body) -> None:

@@ -15,7 +15,11 @@ AGES = ((60, "s"), (3600, "m"), (86400, "h"), (30 * 86400, "d"))
 @click.command("images")
 @json_option
 def command(as_json: bool) -> None:
-    """List local snapshots, newest first, with what they take on disk."""
+    """List local snapshots, newest first.
+
+    SIZE is what a snapshot takes on disk itself, SHARED what it uses together with others (its disk, the snapshots it
+    builds on), LOGICAL what it would take alone and without holes.
+    """
     rows: list[dict[str, Any]] = with_controller(lambda controller: controller.list_snapshots())
     rows.sort(key=lambda row: row["created_at_unix"], reverse=True)
     if as_json:
@@ -28,14 +32,17 @@ def command(as_json: bool) -> None:
         [
             row["tag"],
             mib(row.get("physical_bytes")),
+            mib(row.get("shared_bytes")),
+            mib(row.get("logical_bytes")),
             f"{row.get('mem_mib', '-')} MiB",
             age(time.time() - row["created_at_unix"]),
             row.get("parent_tag", "-"),
             row["status"],
+            from_where(row.get("source")),
         ]
         for row in rows
     ]
-    table(["TAG", "SIZE", "MEMORY", "CREATED", "PARENT", "STATUS"], cells)
+    table(["TAG", "SIZE", "SHARED", "LOGICAL", "MEMORY", "CREATED", "PARENT", "STATUS", "FROM"], cells)
     for row in rows:
         if warning := row.get("warning"):
             click.echo(f"{row['tag']}: {warning}", err=True)
@@ -50,3 +57,11 @@ def age(seconds: float) -> str:
             return f"{int(seconds / unit)}{name} ago"
         unit = limit
     return f"{int(seconds / unit)}mo ago"
+
+
+def from_where(source: dict[str, Any] | None) -> str:
+    """Where a snapshot came from and who vouches for it; made here if it came from nowhere."""
+    if source is None:
+        return "-"
+    signed = f" ({', '.join(source['signed_by'])})" if source.get("trust") == "trusted" else f" ({source.get('trust')})"
+    return f"{source.get('from')}{signed}"

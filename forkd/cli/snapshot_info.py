@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from forkd.cli.common import json_option, mib, print_json, with_controller
+from forkd.cli.images import from_where
 
 
 @click.command("snapshot-info")
@@ -27,6 +28,7 @@ def command(tag: str, as_json: bool) -> None:
         ("vmstate", f"{info['vmstate_bytes'] / 1024:.1f} KiB"),
         ("its own / shared", f"{mib(info['unique_bytes'])} / {mib(info['shared_bytes'])}"),
         ("runs on", f"{info['engine']} {info['engine_version']}, {info['accelerator']}, {info['cpu']}"),
+        ("from", from_where(info["source"])),
         ("ancestors", " -> ".join(info["ancestors"]) or "-"),
         ("dependents", ", ".join(info["dependents"]) or "-"),
     ]

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import trio
 
 from forkd.daemon.wire import Emit
-from forkd.runtime import Progress
+from forkd.ops.meter import ByteProgress
 
 T = TypeVar("T")
 
 
-async def with_progress(emit: Emit, work: Callable[[Progress], Awaitable[T]]) -> T:
-    """Run ``work(progress)``; its words reach the client as ``{"event": "progress", "step", "fraction"}``."""
-    latest: list[tuple[str, float | None]] = []
+async def with_progress(emit: Emit, work: Callable[[ByteProgress], Awaitable[T]]) -> T:
+    """Run ``work(progress)``; its words reach the client as ``{"event": "progress", "step", "fraction"}``.
+
+    Where it is known how many bytes a step has, ``total_bytes`` is there too.
+    """
+    latest: list[dict[str, Any]] = []
     news = trio.Event()
     results: list[T] = []
     errors: list[Exception] = []
 
-    def progress(step: str, fraction: float | None) -> None:
-        if latest and latest[-1][0] == step:
+    def progress(step: str, fraction: float | None, total_bytes: int | None = None) -> None:
+        if latest and latest[-1]["step"] == step:
             latest.pop()
-        latest.append((step, fraction))
+        event = {"event": "progress", "step": step, "fraction": fraction}
+        latest.append(event if total_bytes is None else {**event, "total_bytes": total_bytes})
         news.set()
 
     async def send() -> None:
@@ -32,8 +36,7 @@ async def with_progress(emit: Emit, work: Callable[[Progress], Awaitable[T]]) ->
             await news.wait()
             news = trio.Event()
             while latest:
-                step, fraction = latest.pop(0)
-                await emit({"event": "progress", "step": step, "fraction": fraction})
+                await emit(latest.pop(0))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(send)

@@ -28,7 +28,7 @@ def no_advance(count: int) -> None:
 def compress(
     kind: str, path: Path, digest: str, size: int, out: IO[bytes], threads: int, advance: Advance = no_advance
 ) -> Blob:
-    """Compress a file into ``out``, telling ``advance`` of the bytes read. Raises SnapshotBroken if it is another file."""
+    """Compress a file into ``out``; ``advance`` is told what was read. Raises SnapshotBroken if it is another file."""
     is_sparse = digest.startswith("sparse256:")
     writer = BlobWriter(out, threads)
     with open(path, "rb", buffering=0) as source:
@@ -72,7 +72,7 @@ def _compress_sparse(source: IO[bytes], size: int, writer: BlobWriter, advance: 
 
 
 def _blocks(fd: int, size: int) -> Iterator[tuple[int, memoryview]]:
-    """``(first_page, content)`` of each block of BUFFER bytes that is not a hole; the last page is filled up with zeros."""
+    """``(first_page, content)`` of each block of BUFFER bytes that is no hole; the last page is made whole."""
     buffers = [memoryview(bytearray(BUFFER)), memoryview(bytearray(BUFFER))]
     done = 0
     for offset, length in sparse.data_extents(fd):
@@ -100,7 +100,7 @@ def _compress_plain(source: IO[bytes], digest: str, writer: BlobWriter, advance:
 
 
 def expand(blob: Blob, source: IO[bytes], target: Path, advance: Advance = no_advance) -> None:
-    """Write the file that ``blob`` holds to the new file ``target``. Raises PackError unless blob and file are right."""
+    """Write the file that ``blob`` holds to the new file ``target``. Raises PackError unless both are right."""
     reader = BlobReader(source, blob, advance)
     with open(target, "xb", buffering=0) as out:
         made = _expand_sparse(reader, blob, out) if blob.sparse else _expand_plain(reader, blob, out)

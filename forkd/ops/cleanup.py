@@ -53,6 +53,10 @@ async def cleanup(runtime: Runtime, *, remove: bool) -> list[Leftover]:
         rows.append(_doomed(path, "a memory image that was never finished"))
         if remove:
             path.unlink(missing_ok=True)
+    for path in runtime.blobs.leftovers():
+        rows.append(_doomed(path, "a transfer that was never finished"))
+        if remove:
+            runtime.blobs.remove_leftover(path)
     return rows
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from forkd.runtime import Runtime
-from forkd.specs.errors import ForkdError, SnapshotBroken
-from forkd.specs.models import SnapshotInfo
+from forkd.specs.errors import ChainBroken, ForkdError, SnapshotBroken
+from forkd.specs.models import Snapshot, SnapshotInfo
+from forkd.store.chain import resolve
 from forkd.store.files import physical_bytes
 from forkd.store.snapshots import Broken, Stored
 
@@ -77,9 +78,28 @@ def describe(runtime: Runtime, entry: Stored | Broken) -> SnapshotInfo:
         mem_mib=manifest.hardware.mem_mib,
         vcpus=manifest.hardware.vcpus,
         physical_bytes=physical,
+        logical_bytes=_logical_bytes(manifest),
+        shared_bytes=_shared_bytes(runtime, manifest) if warning is None else None,
         engine=f"{manifest.platform.engine} {manifest.platform.engine_version}",
         accelerator=manifest.platform.accelerator,
         image=manifest.image,
         warning=warning,
         labels=manifest.labels,
+        source=manifest.source,
     )
+
+
+def _logical_bytes(manifest: Snapshot) -> int:
+    """What a snapshot would take alone and without holes: RAM, device state and disk."""
+    disk = manifest.rootfs.size if manifest.rootfs is not None else 0
+    return (manifest.hardware.mem_mib << 20) + manifest.vmstate.size + disk
+
+
+def _shared_bytes(runtime: Runtime, manifest: Snapshot) -> int:
+    """What it uses but does not own alone: its disk and the memory of the snapshots it builds on."""
+    shared = physical_bytes(runtime.disks.find(manifest.rootfs)) if manifest.rootfs is not None else 0
+    try:
+        ancestors = resolve(runtime.snapshots, manifest.tag)[:-1]
+        return shared + sum(physical_bytes(layer.memory) for layer in ancestors)
+    except (ChainBroken, SnapshotBroken, OSError):
+        return shared  # the chain's fault is told where the chain is used

@@ -1,4 +1,4 @@
-"""Keys and logins: made, kept in files only their owner can read, and looked up."""
+"""Keys and logins: made, kept in a directory only their owner can enter, and looked up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _SavedLogin(msgspec.Struct, omit_defaults=True):
 def keygen(runtime: Runtime, name: str) -> dict[str, Any]:
     """Make a signing key. An existing one is never replaced."""
     path = _key_path(runtime, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _private(runtime)
     pem = signatures.new_key()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -69,7 +69,7 @@ def trust(runtime: Runtime, name: str, key: str | None) -> list[dict[str, str]]:
         keys[signatures.parse_public(key)] = name
     elif len(keys) == len(trusted_keys(runtime)):
         raise NotFound(f"no trusted key is called {name!r}")
-    runtime.settings.hub_dir.mkdir(parents=True, exist_ok=True)
+    _private(runtime)
     files.write_durably(runtime.settings.hub_dir / TRUSTED, signatures.format_trusted(keys).encode())
     return list_trusted(runtime)
 
@@ -95,7 +95,7 @@ def forget_login(runtime: Runtime, url: str) -> None:
 
 
 def login_for(runtime: Runtime, url: str) -> Login | None:
-    """The login for a registry or a pack's URL: the one saved for the longest URL it begins with, else the token set."""
+    """The login for a URL: the one saved for the longest URL it begins with, else the token that is set for the hub."""
     fitting = [base for base in _logins(runtime) if url == base or url.startswith(base + "/")]
     if fitting:
         saved = _logins(runtime)[max(fitting, key=len)]
@@ -117,12 +117,15 @@ def _logins(runtime: Runtime) -> dict[str, _SavedLogin]:
 
 
 def _write_logins(runtime: Runtime, logins: dict[str, _SavedLogin]) -> None:
-    path = runtime.settings.hub_dir / LOGINS
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    files.write_durably(path, msgspec.json.encode(logins))
-    path.chmod(0o600)
+    _private(runtime)
+    files.write_durably(runtime.settings.hub_dir / LOGINS, msgspec.json.encode(logins))
 
 
 def _key_path(runtime: Runtime, name: str) -> Path:
     return runtime.settings.hub_dir / "keys" / f"{check_tag(name, 'key name')}.pem"
+
+
+def _private(runtime: Runtime) -> None:
+    """Make the directory of secrets, closed to others before anything is in it."""
+    (runtime.settings.hub_dir / "keys").mkdir(parents=True, exist_ok=True)
+    runtime.settings.hub_dir.chmod(0o700)

@@ -48,8 +48,14 @@ async def metered(progress: ByteProgress, step: str, total: int) -> AsyncIterato
             progress(step, meter.fraction, total)
             await trio.sleep(INTERVAL)
 
+    errors: list[Exception] = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tell)
-        yield meter
+        try:
+            yield meter
+        except Exception as error:  # raised below as it is, not as a group
+            errors.append(error)
         nursery.cancel_scope.cancel()
+    if errors:
+        raise errors[0]
     progress(step, 1.0, total)

@@ -180,7 +180,7 @@ class _replacing:
         self._staged = path.with_name(f".{path.name[:200]}.part")
 
     def __enter__(self) -> IO[bytes]:
-        self._out = open(self._staged, "wb")  # noqa: SIM115
+        self._out = open(self._staged, "wb")
         return self._out
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -19,6 +19,8 @@ from forkd.sdk.discover import own_socket
 from forkd.sdk.errors import ControllerError
 
 OnProgress = Callable[[str, float | None], None]
+OnTransfer = Callable[[str, float | None, int | None], None]
+"""``(step, fraction, bytes in all)`` of a transfer."""
 OnOutput = Callable[[str, bytes], None]
 NDJSON = "application/x-ndjson"
 GRACE = 10.0
@@ -113,6 +115,55 @@ class AsyncController(ProcessMethods, FileMethods):
     async def build_rootfs(self, image: str, on_progress: OnProgress | None = None, **fields: Any) -> dict[str, Any]:
         """Build a disk from an image."""
         return await self._stream("/v1/rootfs", {"image": image, **fields}, on_progress)
+
+    # -- packs and registries ----------------------------------------------------------------------------------------
+
+    async def pack(
+        self, tag: str, out: str | None = None, on_progress: OnTransfer | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """Write a snapshot's pack to ``out``, a path of the daemon's host (``bundle=``, ``since=``, ``sign=`` …)."""
+        return await self._transfer("/v1/hub/pack", {"tag": tag, "out": out, **fields}, on_progress)
+
+    async def unpack(self, path: str, on_progress: OnTransfer | None = None, **fields: Any) -> dict[str, Any]:
+        """Take in a pack file of the daemon's host (``tag=``, ``force=``, ``trust=``)."""
+        return await self._transfer("/v1/hub/unpack", {"path": path, **fields}, on_progress)
+
+    async def push(self, tag: str, target: str, on_progress: OnTransfer | None = None, **fields: Any) -> dict[str, Any]:
+        """Send a snapshot to a registry, or as a pack to a URL (``hub=``, ``sign=``, ``description=`` …)."""
+        return await self._transfer("/v1/hub/push", {"tag": tag, "target": target, **fields}, on_progress)
+
+    async def pull(self, target: str, on_progress: OnTransfer | None = None, **fields: Any) -> dict[str, Any]:
+        """Fetch a snapshot from a registry, or a pack from a URL (``hub=``, ``tag=``, ``force=``, ``trust=``)."""
+        return await self._transfer("/v1/hub/pull", {"target": target, **fields}, on_progress)
+
+    async def hub_packages(self, hub: str | None = None, words: str = "") -> list[dict[str, Any]]:
+        """What a registry offers, filtered by words."""
+        query = {name: value for name, value in (("hub", hub), ("words", words)) if value}
+        return await self._call("GET", "/v1/hub/packages", params=query)
+
+    async def hub_check(self, target: str, hub: str | None = None) -> dict[str, Any]:
+        """Whether a package would run on the daemon's host; nothing but its manifest is fetched."""
+        return await self._call("POST", "/v1/hub/check", {"target": target, "hub": hub})
+
+    async def hub_login(self, url: str, **fields: Any) -> None:
+        """Keep a login for a registry (``token=`` or ``username=``, ``password=``), or ``forget=True`` it."""
+        await self._call("POST", "/v1/hub/login", {"url": url, **fields})
+
+    async def hub_keygen(self, name: str = "default") -> dict[str, Any]:
+        """Make a signing key; answers its public part."""
+        return await self._call("POST", "/v1/hub/keys", {"name": name})
+
+    async def hub_sign(self, path: str, key: str = "default") -> dict[str, Any]:
+        """Sign a pack file of the daemon's host."""
+        return await self._call("POST", "/v1/hub/sign", {"path": path, "key": key})
+
+    async def hub_trusted(self) -> list[dict[str, Any]]:
+        """Keys that are trusted."""
+        return await self._call("GET", "/v1/hub/trusted")
+
+    async def hub_trust(self, name: str, key: str | None = None) -> list[dict[str, Any]]:
+        """Trust a public key under a name; without a key, stop trusting that name."""
+        return await self._call("POST", "/v1/hub/trusted", {"name": name, "key": key})
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -260,6 +311,13 @@ class AsyncController(ProcessMethods, FileMethods):
         if response.status_code == 207 or not response.is_success:
             raise _error(response)
         return response.json() if response.content else None
+
+    async def _transfer(self, path: str, body: Any, on_progress: OnTransfer | None) -> Any:
+        def on_event(event: dict[str, Any]) -> None:
+            if on_progress is not None:
+                on_progress(event["step"], event["fraction"], event.get("total_bytes"))
+
+        return await self._events(path, body, on_event)
 
     async def _stream(self, path: str, body: Any, on_progress: OnProgress | None) -> Any:
         def on_event(event: dict[str, Any]) -> None:

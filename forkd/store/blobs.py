@@ -24,7 +24,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class BlobStore:
-    """Blobs by SHA-256 under one directory, those not used for longest dropped beyond a limit; and where they came from.
+    """Blobs by SHA-256 under one directory; beyond a limit those not used for longest go. Also: what became of files.
 
     A file with a digest's name is whole. ``.part-`` files are downloads that can be continued; ``.stage-`` directories
     belong to a living process or are leftovers.
@@ -104,6 +104,13 @@ class BlobStore:
             total += files.physical_bytes(path)
             if total > self._limit and time.time() - used > RECENT_SECONDS:
                 path.unlink(missing_ok=True)
+
+    def remove_leftover(self, path: Path) -> None:
+        """Remove what ``leftovers`` found."""
+        if path.is_dir():
+            files.remove_tree(path)
+        else:
+            path.unlink(missing_ok=True)
 
     def leftovers(self) -> list[Path]:
         """Downloads nobody is continuing and scratch directories of dead processes."""

@@ -51,6 +51,14 @@ class DiskStore:
             raise SnapshotBroken(f"the disk {path} has {size} bytes, {ref.size} are recorded")
         return path
 
+    def has(self, ref: FileRef) -> bool:
+        """Whether the disk is here."""
+        try:
+            self.find(ref)
+        except SnapshotBroken:
+            return False
+        return True
+
     def built(self, key: str) -> Disk | None:
         """The disk an earlier build with this key made, if it is still there."""
         try:
@@ -92,6 +100,13 @@ class DiskStore:
         key = f"file:{source.absolute()}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
         disk = self.built(key) or await self.build(key, copy)
         return disk.ref
+
+    def adopt(self, staged: Path, ref: FileRef) -> None:
+        """Take in a disk whose digest was verified, from a staging directory of the same file system."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        files.sync_file(staged)
+        staged.replace(self.path(ref))
+        files.sync_directory(self.root)
 
     def leftovers(self) -> list[Path]:
         """Scratch directories of builds whose process is gone."""

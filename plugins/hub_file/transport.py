@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -23,7 +23,7 @@ MAX_INDEX = 16 << 20
 class FileTransport:
     """URLs are ``file:PATH`` or ``file:///PATH``. Files appear by a rename, so nobody sees half of one."""
 
-    schemes = ("file",)
+    schemes: tuple[str, ...] = ("file",)
 
     async def index(self, base: str, login: Login | None) -> bytes | None:
         """``registry.json``."""
@@ -47,7 +47,7 @@ class FileTransport:
         except OSError as error:
             raise _translated(_blob(place, sha256), error) from error
 
-    async def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncIterator[bytes]:
+    async def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """The file's bytes."""
         path = _blob(place, sha256)
         left = size - offset
@@ -77,7 +77,7 @@ class FileTransport:
         except OSError as error:
             raise _translated(root, error) from error
 
-    async def read_file(self, url: str, login: Login | None, offset: int = 0) -> AsyncIterator[bytes]:
+    async def read_file(self, url: str, login: Login | None, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """A pack's bytes."""
         async with aclosing(_read(_root(url), offset)) as chunks:
             async for chunk in chunks:
@@ -120,9 +120,9 @@ def _read_small(path: Path, limit: int) -> bytes:
     return data
 
 
-async def _read(path: Path, offset: int) -> AsyncIterator[bytes]:
+async def _read(path: Path, offset: int) -> AsyncGenerator[bytes, None]:
     try:
-        source = open(path, "rb")  # noqa: SIM115
+        source = open(path, "rb")  # noqa: ASYNC230, SIM115
     except OSError as error:
         raise _translated(path, error) from error
     with source:
@@ -135,20 +135,20 @@ async def _read(path: Path, offset: int) -> AsyncIterator[bytes]:
 
 
 async def _write_bytes(path: Path, data: bytes) -> None:
-    async def body(offset: int) -> AsyncIterator[bytes]:
+    async def body(offset: int) -> AsyncGenerator[bytes, None]:
         yield data[offset:]
 
     await _write(path, len(data), body)
 
 
-async def _write(path: Path, size: int, body: Callable[[int], AsyncIterator[bytes]]) -> None:
+async def _write(path: Path, size: int, body: Callable[[int], AsyncGenerator[bytes, None]]) -> None:
     staged = path.with_name(f".{path.name[:64]}.{secrets.token_hex(4)}.part")
     written = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(staged, "xb") as out:
+        with open(staged, "xb") as out:  # noqa: ASYNC230
             try:
-                async with aclosing(body(0)) as chunks:  # type: ignore[type-var]
+                async with aclosing(body(0)) as chunks:
                     async for chunk in chunks:
                         written += await trio.to_thread.run_sync(out.write, chunk)
                 if written != size:

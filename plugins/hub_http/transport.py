@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from urllib.parse import quote
 
 from forkd.httpclient import HttpClient, LoginAuth, Patience
@@ -16,7 +16,7 @@ INDEX_ATTEMPTS = 5
 class HttpTransport:
     """URLs are those of the registry's directory."""
 
-    schemes = ("http", "https")
+    schemes: tuple[str, ...] = ("http", "https")
 
     def __init__(self, patience: Patience | None = None) -> None:
         self._http = HttpClient(patience)
@@ -41,7 +41,7 @@ class HttpTransport:
             raise TransferError(f"{url} does not say how large it is")
         return int(size)
 
-    def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncIterator[bytes]:
+    def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """GET with Range."""
         return self._http.read(_blob(place, sha256), LoginAuth(place.login), offset, size)
 
@@ -62,7 +62,7 @@ class HttpTransport:
                 return
         raise TransferError(f"{place.base}/registry.json is changed by others all the time", hint="push again")
 
-    def read_file(self, url: str, login: Login | None, offset: int = 0) -> AsyncIterator[bytes]:
+    def read_file(self, url: str, login: Login | None, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """GET with Range."""
         return self._http.read(url, LoginAuth(login), offset)
 
@@ -101,9 +101,7 @@ def _blob(place: Place, sha256: str) -> str:
 
 
 def _bytes(data: bytes) -> Body:
-    async def body(offset: int) -> AsyncIterator[bytes]:
+    async def body(offset: int) -> AsyncGenerator[bytes, None]:
         yield data[offset:]
 
     return body
-
-

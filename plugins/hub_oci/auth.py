@@ -44,7 +44,7 @@ class OciAuth:
             raise TransferError(f"the registry wants us to get a token at {realm[:80]!r}; only https is safe for that")
         if self._login is not None and self._login.token is not None:
             return self._login.token
-        query = urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
+        query = urlencode([(key, fields[key]) for key in ("service", "scope") if key in fields])
         answer = await self._http.request("GET", f"{realm}?{query}", LoginAuth(self._login))
         try:
             found = json.loads(answer.body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -28,7 +28,7 @@ _REPOSITORY = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*/[a-z0-9]+(?:[._-]+[a-z0
 class OciTransport:
     """URLs are ``oci://HOST[:PORT]``; ``oci+http://`` for a registry without TLS that is not on this host."""
 
-    schemes = ("oci", "oci+http")
+    schemes: tuple[str, ...] = ("oci", "oci+http")
 
     def __init__(self, patience: Patience | None = None) -> None:
         self._http = HttpClient(patience)
@@ -69,7 +69,7 @@ class OciTransport:
         size = answer.headers.get("content-length", "")
         return int(size) if answer.status == 200 and size.isdigit() else None
 
-    def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncIterator[bytes]:
+    def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """GET with Range."""
         url = f"{_repository(place)}/blobs/sha256:{sha256}"
         return self._http.read(url, OciAuth(self._http, place.login), offset, size)
@@ -78,7 +78,8 @@ class OciTransport:
         """An upload session and one PUT; the registry checks the digest. A session it forgot is opened again."""
         for attempt in range(UPLOAD_ATTEMPTS):
             try:
-                return await self._upload(place, sha256, size, body)
+                await self._upload(place, sha256, size, body)
+                return
             except NotFound:
                 if attempt == UPLOAD_ATTEMPTS - 1:
                     raise
@@ -113,14 +114,17 @@ class OciTransport:
         url = f"{_repository(place)}/manifests/{version}"
         await self._http.request("PUT", url, auth, headers=headers, body=_bytes(data), accept=(200, 201, 202))
 
-    async def read_file(self, url: str, login: Login | None, offset: int = 0) -> AsyncIterator[bytes]:
+    def read_file(self, url: str, login: Login | None, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """There are no files in such a registry."""
-        raise BadInput("an OCI registry holds packages, not pack files", hint="write oci://HOST/OWNER/NAME[@VERSION]")
-        yield b""
+        raise _no_files()
 
     async def write_file(self, url: str, login: Login | None, size: int, body: Body) -> None:
         """There are no files in such a registry."""
-        raise BadInput("an OCI registry holds packages, not pack files", hint="write oci://HOST/OWNER/NAME[@VERSION]")
+        raise _no_files()
+
+
+def _no_files() -> BadInput:
+    return BadInput("an OCI registry holds packages, not pack files", hint="write oci://HOST/OWNER/NAME[@VERSION]")
 
 
 def _root(base: str) -> str:
@@ -152,9 +156,7 @@ def _json(data: bytes) -> dict[str, Any]:
 
 
 def _bytes(data: bytes) -> Body:
-    async def body(offset: int) -> AsyncIterator[bytes]:
+    async def body(offset: int) -> AsyncGenerator[bytes, None]:
         yield data[offset:]
 
     return body
-
-

@@ -11,6 +11,7 @@ import msgspec
 from forkd.specs import hookspecs
 from forkd.specs.errors import all_errors
 from forkd.specs.models import Snapshot
+from forkd.specs.packs import PackManifest, Registry
 
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 500
@@ -73,9 +74,10 @@ def test_files_stay_small_or_give_a_reason() -> None:
         assert lines <= MAX_LINES or name in LONG_FILES, f"{name} has {lines} lines"
 
 
-def test_the_snapshot_schema_is_the_one_the_code_reads() -> None:
-    written = json.loads((ROOT / "specs/schemas/snapshot.json").read_text())
-    assert written == msgspec.json.schema(Snapshot), "run build/schemas.py"
+def test_the_schemas_are_the_ones_the_code_reads() -> None:
+    for name, kind in (("snapshot", Snapshot), ("pack", PackManifest), ("registry", Registry)):
+        written = json.loads((ROOT / f"specs/schemas/{name}.json").read_text())
+        assert written == msgspec.json.schema(kind), "run build/schemas.py"
 
 
 def test_every_route_says_what_it_takes_and_gives() -> None:

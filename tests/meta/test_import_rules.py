@@ -33,15 +33,17 @@ FORBIDDEN = {
     "forkd.testing.skeletons": ["forkd"],
     "forkd.testing": ["forkd.ops", "forkd.hub", "forkd.plugins", "forkd.daemon", "forkd.sdk", "forkd.cli"],
     "forkd.guest": ["forkd"],
+    "forkd.httpclient": ["forkd"],
 }
 # exceptions to a whole-"forkd" ban
 ALLOWED = {
     "forkd.specs": ["forkd.specs"],
     "forkd.linux": ["forkd.linux"],
     "forkd.hub": ["forkd.hub", "forkd.specs"],
-    "forkd.plugins": ["forkd.specs", "forkd.linux", "forkd.frozen"],
     # what foreign plugins may import (docs/PLUGINS.md): the skeletons are their models
     "forkd.testing.skeletons": ["forkd.specs", "forkd.linux", "forkd.cli.common", "forkd.plugins.engine_qemu.engine"],
+    "forkd.httpclient": ["forkd.specs"],
+    "forkd.plugins": ["forkd.specs", "forkd.linux", "forkd.frozen", "forkd.httpclient"],
 }
 SPECS_THIRD_PARTY = {"msgspec", "pluggy"}
 

@@ -1,0 +1,252 @@
+"""Unpack: believe nothing, check everything in a staging directory, then put it into the store, root first."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from forkd.hub import manifest as manifests
+from forkd.hub import pack as packs
+from forkd.hub import signatures
+from forkd.hub.signatures import Signature, Verdict
+from forkd.linux import sparse
+from forkd.ops.blobfiles import expand
+from forkd.ops.keys import trusted_keys
+from forkd.ops.meter import ByteProgress, Meter, metered
+from forkd.ops.remove import remove_snapshot
+from forkd.runtime import Runtime
+from forkd.specs.errors import BadInput, NoSpace, PackError, TagTaken
+from forkd.specs.models import ParentRef, Snapshot
+from forkd.specs.packs import Blob, PackManifest
+from forkd.specs.requests import UnpackRequest
+from forkd.specs.tags import check_tag
+from forkd.store import deltas, digests
+from forkd.store.snapshots import DELTA, IMAGE, VMSTATE, Stored, content_id
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where a blob's bytes are: a file, from an offset on."""
+
+    path: Path
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What has to be done to have a chain here: layers to add under which tags, and files that are here already."""
+
+    manifest: PackManifest
+    layers: list[Snapshot]
+    local: dict[str, Path]
+    replaced: str | None
+    verdict: Verdict
+    present: list[str] = field(default_factory=list)
+
+    def wanted(self) -> list[Blob]:
+        """The blobs that hold what is not here."""
+        needed = {digest for layer in self.layers for _, digest, _ in manifests.files_of(layer)}
+        return [blob for blob in self.manifest.blobs if blob.digest in needed and blob.digest not in self.local]
+
+
+def plan(
+    runtime: Runtime,
+    body: bytes,
+    signed: list[Signature],
+    *,
+    tag: str | None,
+    force: bool,
+    policy: str | None,
+) -> Plan:
+    """Check a manifest and compare it with the store. Raises PackError, TrustError, TagTaken, BadTag."""
+    manifest = manifests.decode(body)
+    for layer in manifest.layers:
+        if layer.content != content_id(layer):
+            raise PackError(f"layer {layer.tag!r} was altered: its content id does not fit")
+    verdict = signatures.judge(body, signed, trusted_keys(runtime), policy or runtime.settings.trust)
+    here = {entry.manifest.content: entry for entry in runtime.snapshots.entries() if isinstance(entry, Stored)}
+    missing: list[Snapshot] = []
+    present: list[str] = []
+    parent: ParentRef | None = None
+    replaced = None
+    for layer in manifest.layers:
+        last = layer is manifest.layers[-1]
+        name = check_tag(tag) if last and tag is not None else layer.tag
+        found = here.get(layer.content)
+        if found is not None and (not last or found.manifest.tag == name or tag is None):
+            present.append(found.manifest.tag)
+            parent = ParentRef(tag=found.manifest.tag, content=layer.content)
+            continue
+        if runtime.snapshots.path(name).exists():
+            if last and not force:
+                raise TagTaken(
+                    f"snapshot {name!r} exists already and is another one",
+                    hint="give --tag NAME, or --force to replace it",
+                )
+            if last:
+                replaced = name
+            else:  # an ancestor is not asked for by name: it gets one that says which it is
+                name = check_tag(f"{layer.tag[:51]}-{layer.content.removeprefix('sha256:')[:12]}")
+        missing.append(msgspec.structs.replace(layer, tag=name, parent=parent))
+        parent = ParentRef(tag=name, content=layer.content)
+    return Plan(manifest, missing, _local_files(runtime, missing, here), replaced, verdict, present)
+
+
+def _local_files(runtime: Runtime, missing: list[Snapshot], here: Mapping[str, Stored]) -> dict[str, Path]:
+    """Files of the layers that the store has already, by digest."""
+    found: dict[str, Path] = {}
+    for stored in here.values():
+        found[stored.manifest.vmstate.digest] = stored.vmstate
+        found[stored.manifest.memory.digest] = stored.memory
+    for layer in missing:
+        if layer.rootfs is not None and runtime.disks.has(layer.rootfs):
+            found[layer.rootfs.digest] = runtime.disks.find(layer.rootfs)
+    return found
+
+
+async def install(
+    runtime: Runtime, plan: Plan, regions: Mapping[str, Region], origin: dict[str, Any], progress: ByteProgress
+) -> dict[str, Any]:
+    """Expand and verify what is missing, then commit it. Nothing is left of what is wrong."""
+    for blob in plan.wanted():
+        if blob.sha256 not in regions:
+            raise PackError(
+                f"the pack needs {blob.kind} {blob.digest[:24]}…, which is neither in it nor here",
+                hint="unpack or pull what it builds on first; a disk lies beside its pack",
+            )
+    _check_space(runtime, plan)
+    source = {
+        **origin,
+        "manifest": "sha256:" + hashlib.sha256(manifests.encode(plan.manifest)).hexdigest(),
+        "trust": plan.verdict.trust,
+        "signed_by": list(plan.verdict.signers),
+        "at_unix": int(time.time()),
+    }
+    async with metered(progress, "unpacking", sum(blob.stored for blob in plan.wanted())) as meter:
+        # Not abandoned on cancellation: the thread removes its staging directory itself.
+        await trio.to_thread.run_sync(partial(_install, runtime, plan, regions, source, meter))
+    for blob in plan.wanted():
+        runtime.blobs.remember(blob)
+    head = plan.layers[-1].tag if plan.layers else plan.present[-1]
+    runtime.observe("unpack", tag=head)
+    return {
+        "tag": head,
+        "added": [layer.tag for layer in plan.layers],
+        "present": plan.present,
+        "trust": plan.verdict.trust,
+        "signed_by": list(plan.verdict.signers),
+        "warning": plan.verdict.warning,
+        "fetched_bytes": sum(blob.stored for blob in plan.wanted()),
+    }
+
+
+def _install(runtime: Runtime, plan: Plan, regions: Mapping[str, Region], source: dict[str, Any], meter: Meter) -> None:
+    with runtime.blobs.stage() as stage:
+        staged = {blob.digest: _staged(stage, blob) for blob in plan.manifest.blobs}
+        for blob in plan.wanted():
+            region = regions[blob.sha256]
+            try:
+                with open(region.path, "rb") as archive:
+                    archive.seek(region.offset)
+                    expand(blob, archive, staged[blob.digest], meter.add)
+            except FileNotFoundError as error:
+                raise PackError(f"{region.path} is gone") from error
+            if blob.digest.startswith("delta256:"):
+                with deltas.Delta(staged[blob.digest]):
+                    pass  # a delta that is not one is refused here, not when a child is forked
+        for layer in plan.layers:
+            _check_ram(layer, staged)
+        _commit(runtime, plan, staged, source)
+
+
+def _staged(stage: Path, blob: Blob) -> Path:
+    return stage / f"{blob.kind}-{blob.sha256}"
+
+
+def _check_ram(layer: Snapshot, staged: Mapping[str, Path]) -> None:
+    path = staged[layer.memory.digest]
+    if layer.memory.kind == "delta" and path.exists():
+        with deltas.Delta(path) as delta:
+            if delta.ram_pages * 4096 != layer.hardware.mem_mib << 20:
+                raise PackError(f"the delta of layer {layer.tag!r} is for another size of RAM")
+
+
+def _commit(runtime: Runtime, plan: Plan, staged: Mapping[str, Path], source: dict[str, Any]) -> None:
+    for layer in plan.layers:
+        if layer.rootfs is not None and staged[layer.rootfs.digest].exists():
+            runtime.disks.adopt(staged[layer.rootfs.digest], layer.rootfs)
+    if plan.replaced is not None:
+        remove_snapshot(runtime, plan.replaced)
+    for layer in plan.layers:
+        target = runtime.snapshots.stage(layer.tag)
+        try:
+            memory = IMAGE if layer.memory.kind == "image" else DELTA
+            _place(plan, staged, layer.vmstate.digest, target.directory / VMSTATE)
+            _place(plan, staged, layer.memory.digest, target.directory / memory)
+            target.commit(msgspec.structs.replace(layer, source=source))
+        except BaseException:
+            target.abandon()
+            raise
+
+
+def _place(plan: Plan, staged: Mapping[str, Path], digest: str, target: Path) -> None:
+    """Move a staged file to its place, or copy one that another snapshot has, checked again."""
+    if staged[digest].exists():
+        staged[digest].rename(target)
+    else:
+        sparse.clone_file(plan.local[digest], target)
+        digests.verify_file(target, digest)
+
+
+def _check_space(runtime: Runtime, plan: Plan) -> None:
+    """Refuse early what cannot fit: streams are what files take on disk, roughly."""
+    needed = sum(blob.stream for blob in plan.wanted())
+    runtime.blobs.root.mkdir(parents=True, exist_ok=True)
+    if needed > (free := sparse.disk_free(runtime.blobs.root)):
+        raise NoSpace(
+            f"{needed >> 20} MiB are needed at {runtime.settings.data_dir}, {free >> 20} MiB are free",
+            hint="free some space: forkd images, forkd rmi, forkd cleanup",
+        )
+
+
+async def unpack(runtime: Runtime, request: UnpackRequest, progress: ByteProgress) -> dict[str, Any]:
+    """Put a pack file of this host into the store; a disk it needs may lie beside it."""
+    path = Path(request.path).absolute()
+    return await unpack_file(runtime, path, request, {"from": f"file:{path}"}, progress)
+
+
+async def unpack_file(
+    runtime: Runtime,
+    path: Path,
+    request: UnpackRequest,
+    origin: dict[str, Any],
+    progress: ByteProgress,
+    sidecar: Callable[[Blob], Path | None] | None = None,
+) -> dict[str, Any]:
+    """Read, plan and install a pack file; ``sidecar`` finds disks that are not inside it."""
+    found = await trio.to_thread.run_sync(_read_pack, path)
+    planned = plan(runtime, found.body, found.signatures, tag=request.tag, force=request.force, policy=request.trust)
+    regions = {sha256: Region(path, offset) for sha256, offset in found.offsets.items()}
+    for blob in planned.wanted():
+        beside = sidecar(blob) if sidecar else path.parent / packs.sidecar(blob)
+        if blob.kind == "rootfs" and not blob.inside and beside is not None and beside.is_file():
+            regions[blob.sha256] = Region(beside)
+    return await install(runtime, planned, regions, origin, progress)
+
+
+def _read_pack(path: Path) -> packs.Pack:
+    try:
+        with open(path, "rb") as source:
+            if not Path(f"/proc/self/fd/{source.fileno()}").is_file():
+                raise BadInput(f"{path} is not a regular file")
+            return packs.read(source)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}") from error
