@@ -20,6 +20,12 @@ pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
 
 
+@pytest.fixture(autouse=True, params=["restore", "template"])
+def spawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds for children that are restored and for those that are cloned."""
+    monkeypatch.setenv("FORKD_SPAWN", request.param)
+
+
 async def everyone(controller: AsyncController, children: list[dict[str, Any]], code: str) -> list[Any]:
     """Evaluate in every child at once; the values."""
     values: dict[str, Any] = {}

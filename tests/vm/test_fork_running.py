@@ -117,7 +117,7 @@ async def test_a_machine_with_something_unknown_open_is_forked_through_a_snapsho
 ) -> None:
     source = await one_of(runtime, PARENT)
     await ask(source, "value = 42")
-    await hand_descriptor(source, "inotify")
+    await hand_descriptor(source.machine, "inotify")
     made = sandboxes(await fork_running(runtime, source.id, 2))
     assert [await ask(each, "value") for each in [*made, source]] == [42, 42, 42]
     for each in made:
@@ -138,11 +138,11 @@ async def test_the_route_and_the_sdk_fork_a_running_sandbox(controller: AsyncCon
         assert (await controller.eval_code(child["id"], "value + 1"))["result"] == "8"
 
 
-async def hand_descriptor(sandbox: Sandbox, kind: str) -> None:
+async def hand_descriptor(machine: Any, kind: str) -> None:
     """Give the VMM a descriptor it did not have, as QMP allows."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.inotify_init() if kind == "inotify" else libc.timerfd_create(1, 0)
-    stream = sandbox.machine._qmp._stream  # type: ignore[attr-defined]
+    stream = machine._qmp._stream
     message = b'{"execute": "getfd", "arguments": {"fdname": "unknown"}, "id": "x"}\n'
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
     await stream.socket.sendmsg([message], rights)
