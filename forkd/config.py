@@ -76,6 +76,11 @@ class Settings:
         return self.data_dir / "blobs"
 
     @property
+    def kept_dir(self) -> Path:
+        """Work directories of sandboxes that have ended, kept because somebody asked for it."""
+        return self.data_dir / "kept"
+
+    @property
     def run_dir(self) -> Path:
         """One directory for each forkd process that owns machines, one below it for each machine."""
         return self.data_dir / "run"

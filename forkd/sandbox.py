@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
@@ -67,6 +68,8 @@ class Plan:
     """The slot of a machine that runs already: ``start`` connects to it, and its guest stays who it is."""
     canary: Canary | None = None
     """What a clone must still have."""
+    keep: Path | None = None
+    """Where its slot goes in the end, for whoever wants to look into it; without it, nowhere."""
 
 
 async def run_sandbox(
@@ -117,7 +120,7 @@ async def run_sandbox(
             with trio.CancelScope(shield=True):
                 if machine is not None:
                     await machine.kill()
-                await runtime.slots.release(slot)
+                await runtime.slots.release(slot, plan.keep)
                 runtime.inventory.remove(plan.id)
             if sandbox is not None and sandbox.source is not None:
                 runtime.observe("end", id=plan.id, reason=runtime.endings.get(plan.id))

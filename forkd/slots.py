@@ -61,20 +61,27 @@ class SlotOwner:
         """The slot with the network its sandbox is described with. Raises HostNotReady."""
         return await self.networks.attach(slot, info, nursery, upstream=dns or system_resolver())
 
-    async def release(self, slot: Slot) -> None:
+    async def release(self, slot: Slot, keep: Path | None = None) -> None:
         """Give back a slot whose machine is gone: its network, its control group, its directory."""
         self.networks.close(slot.id)
-        await trio.to_thread.run_sync(self.give_back, slot)
+        await trio.to_thread.run_sync(self.give_back, slot, keep)
 
-    def give_back(self, slot: Slot) -> None:
-        """Remove what a slot has. What the kernel does not let go of is told, and its directory stays to find it by."""
+    def give_back(self, slot: Slot, keep: Path | None = None) -> None:
+        """Remove what a slot has; with ``keep`` its directory stays, under that name.
+
+        What the kernel does not let go of is told, and its directory stays to find it by.
+        """
         try:
             remove_network(slot.directory)
             self.limits.release(slot.id)
         except (NetworkError, OSError) as error:
             log.warning("slot %s is not wholly removed: %s", slot.id, error)
             return
-        remove_tree(slot.directory)
+        if keep is not None:
+            keep.parent.mkdir(parents=True, exist_ok=True)
+            slot.directory.rename(keep)
+        else:
+            remove_tree(slot.directory)
 
     def _slot(self, directory: Path) -> Slot:
         return Slot(directory.name, directory, self.die_with_owner, self.limits.admit(directory.name))

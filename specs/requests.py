@@ -50,6 +50,7 @@ class CreateSandboxes(msgspec.Struct, kw_only=True):
     io_limit_mibps: int | None = None
     best_effort: bool = False
     prewarm: bool = False
+    keep_workdir: bool = False
     live_fork: bool = False
     memory_backend: str | None = None
     hugepages: bool = False

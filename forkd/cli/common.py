@@ -18,6 +18,12 @@ T = TypeVar("T")
 
 URL = "daemon_url"
 TOKEN = "daemon_token"
+cache_option = click.option(
+    "--cache",
+    envvar="FORKD_RUN_CACHE",
+    expose_value=False,
+    help="Accepted for compatibility: root file systems are cached by content, in the data directory.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 

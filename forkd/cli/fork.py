@@ -24,6 +24,8 @@ NOT_OF_A_SANDBOX = ("live_fork", "hugepages", "spawn", "per_child_netns")
 @click.option("-n", "--n", "count", type=click.IntRange(1, 1000), required=True, help="How many children.")
 @click.option("--settle-secs", type=click.FloatRange(0), default=2.0, show_default=True, help="How long they live.")
 @click.option("--eval", "code", help="Code each child evaluates in its warm interpreter.")
+@click.option("--keep-workdir", is_flag=True, help="Keep the work directories (logs, sockets); cleanup removes them.")
+@click.option("--prewarm", is_flag=True, help="Capture each child once for nothing, so that its first branch is quick.")
 @child_options
 @json_option
 def command(
@@ -164,6 +166,8 @@ def show(report: dict[str, Any]) -> None:
         click.echo(f"… and {len(report['children']) - SHOWN} more")
     for row in report["failed"]:
         click.echo(f"✗ child {row['index']}: {row['error']}", err=True)
+    for warning in sorted({warning for row in report["children"] for warning in row["warnings"]}):
+        click.echo(f"forkd: warning: {warning}", err=True)
     click.echo(f"{report['n']} children forked in {ms(report['fork_ms'] / 1000)}")
     if report["answer_ms"] is not None:
         click.echo(f"all answers after {ms(report['answer_ms'] / 1000)}")

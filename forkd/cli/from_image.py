@@ -6,7 +6,7 @@ import os
 
 import click
 
-from forkd.cli.common import json_option, local_reference, print_json, progress_bar, with_controller
+from forkd.cli.common import cache_option, json_option, local_reference, print_json, progress_bar, with_controller
 
 
 @click.command("from-image")
@@ -17,6 +17,7 @@ from forkd.cli.common import json_option, local_reference, print_json, progress_
 @click.option("--mem-size-mib", default=512, show_default=True, help="RAM of the machine.")
 @click.option("--vcpus", default=1, show_default=True, help="Virtual CPUs, 1 to 8.")
 @click.option("--warmup", multiple=True, help="Python to run in the warm interpreter first; repeatable.")
+@cache_option
 @click.option("--kernel", envvar="FORKD_KERNEL", help="Kernel to boot instead of the one `forkd setup` fetches.")
 @click.option("--boot-wait-secs", default=0.0, show_default=True, help="Extra seconds to let the guest settle.")
 @json_option

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forkd.cli.common import json_option, local_reference, progress_bar, with_controller
+from forkd.cli.common import cache_option, json_option, local_reference, progress_bar, with_controller
 from forkd.cli.exec import finish, run_in
 from forkd.cli.target import target
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.command("run", context_settings={"ignore_unknown_options": True})
 @click.option("--image", required=True, help="debian:SUITE, or the path of a directory or tar file.")
 @click.option("--extra", "extras", multiple=True, help="Package to add; repeatable.")
+@cache_option
 @click.option("--kernel", envvar="FORKD_KERNEL", help="Kernel to boot instead of the one `forkd setup` fetches.")
 @click.option("--timeout-secs", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True)
 @json_option

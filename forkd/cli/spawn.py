@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.command("spawn")
 @click.option("--tag", required=True, help="Snapshot to fork from.")
 @click.option("-n", "--n", "count", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many.")
-@click.option("--prewarm", is_flag=True, help="Accepted for compatibility; nothing needs it.")
+@click.option("--prewarm", is_flag=True, help="Capture each child once for nothing, so that its first branch is quick.")
 @child_options
 @json_option
 def command(tag: str, count: int, as_json: bool, **fields: Any) -> None:

@@ -42,7 +42,7 @@ async def adopt_all(runtime: Runtime) -> None:
     if rows:
         log.info("adopted %d of %d sandboxes of an earlier daemon", len(runtime.sandboxes), len(rows))
     await settle_workspaces(runtime)
-    for leftover in await cleanup(runtime, remove=True):
+    for leftover in await cleanup(runtime, remove=True, kept=False):
         if leftover.action == "DEL":
             log.info("removed %s: %s", leftover.path, leftover.reason)
 

@@ -41,12 +41,15 @@ async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step
     if cap and len(runtime.writing) >= cap:
         raise TooBusy(f"{cap} branches are being captured already", hint="try again in a moment")
     tag = request.tag or f"branch-{sandbox_id}-{secrets.token_hex(2)}"
-    work = _Branch(runtime, sandbox, source, mode, runtime.snapshots.stage(tag), request.measure_diff, step)
+    work = _Branch(runtime, sandbox, source, mode, runtime.snapshots.stage(tag), request, step)
+    runtime.failed.pop(tag, None)
     runtime.writing[tag] = _writing_row(work, None)
     pause: Pause = await runtime.nursery.start(work.run)
     if not request.wait:
-        runtime.writing[tag] = _writing_row(work, pause)
-        return runtime.writing[tag]
+        row = _writing_row(work, pause)
+        if tag in runtime.writing:
+            runtime.writing[tag] = row
+        return row
     await work.done.wait()
     if work.error is not None:
         raise work.error
@@ -97,7 +100,7 @@ class _Branch:
         source: Stored,
         mode: BranchMode,
         stage: Stage,
-        measure: bool,
+        request: BranchRequest,
         step: Step,
     ) -> None:
         self._runtime = runtime
@@ -105,7 +108,7 @@ class _Branch:
         self._source = source
         self._mode = mode
         self.stage = stage
-        self._measure = measure
+        self._request = request
         self._step = step
         self.done = trio.Event()
         self.error: ForkdError | None = None
@@ -121,7 +124,7 @@ class _Branch:
                 self._mode,
                 self.stage,
                 self._source.manifest.hardware,
-                measure_delta=self._measure,
+                measure_delta=self._request.measure_diff,
                 step=self._step,
                 task_status=resumed,
             )
@@ -136,7 +139,8 @@ class _Branch:
             self.error = error
             if not resumed.passed:
                 raise
-            self._runtime.failed[self.stage.tag] = error
+            if not self._request.wait:  # a caller that waits is told itself
+                self._runtime.failed[self.stage.tag] = error
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self.stage.abandon)

@@ -26,8 +26,11 @@ class Leftover(msgspec.Struct, frozen=True):
     reason: str
 
 
-async def cleanup(runtime: Runtime, *, remove: bool) -> list[Leftover]:
-    """Orphaned machines and their directories, half-made snapshots, disks and images. Anything in use is skipped."""
+async def cleanup(runtime: Runtime, *, remove: bool, kept: bool = True) -> list[Leftover]:
+    """Orphaned machines and their directories, half-made snapshots, disks and images. Anything in use is skipped.
+
+    With ``kept`` also the work directories somebody wanted to look into.
+    """
     rows = [_in_use(path) for path in _living_owners(runtime)]
     for orphan in find_orphans(runtime.settings.run_dir):
         rows.append(_doomed(orphan.directory, f"its owner is gone; machines still running: {len(orphan.pids)}"))
@@ -41,6 +44,11 @@ async def cleanup(runtime: Runtime, *, remove: bool) -> list[Leftover]:
         rows.append(_doomed(path, "a control group without a machine"))
         if remove:
             remove_group(path)
+    root = runtime.settings.kept_dir
+    for path in sorted(root.iterdir()) if kept and root.is_dir() else []:
+        rows.append(_doomed(path, "kept with --keep-workdir"))
+        if remove:
+            await trio.to_thread.run_sync(remove_tree, path)
     for path in runtime.snapshots.leftovers():
         rows.append(_doomed(path, "a snapshot that was never finished"))
         if remove:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -41,6 +41,7 @@ class ForkOptions:
     network: str = "none"
     allow: tuple[str, ...] = ()
     per_child_netns: bool = False
+    keep_workdir: bool = False
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -59,6 +60,7 @@ class ForkOptions:
             network=request.network,
             allow=tuple(request.allow),
             per_child_netns=request.per_child_netns,
+            keep_workdir=request.keep_workdir,
         )
 
     @classmethod
@@ -114,6 +116,9 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
         if why is not None:
             info.warnings.append(f"restored, not cloned: {why}")
         plan = Plan(info.id, start, manifest.agent_sync, info, stored, canary=canary)
+        if options.keep_workdir:
+            plan = replace(plan, keep=runtime.settings.kept_dir / info.id)
+            info.warnings.append(f"its work directory will be kept as {plan.keep}")
         sandbox: Sandbox = await runtime.nursery.start(run_sandbox, runtime, plan)
         return sandbox
 

@@ -83,7 +83,7 @@ class QemuEngine:
             fds = Fds(*launch.prepare())
             console = slot.directory / CONSOLE
             launch.start(command.boot_command(self._qemu, accel, tsc, spec, slot, fds, console))
-            return await launch.handshake(BOOT_RAM)
+            return await launch.handshake(BOOT_RAM, spec.hardware.mem_mib << 20)
         except BaseException:
             await launch.undo()
             raise
@@ -97,7 +97,7 @@ class QemuEngine:
             fds = Fds(*launch.prepare())
             line = command.restore_command(self._qemu, info.platform.accelerator, spec, slot, fds, vmstate)
             launch.start(line, (vmstate,))
-            machine = await launch.handshake(spec.memory.path)
+            machine = await launch.handshake(spec.memory.path, spec.memory.size)
             await launch.running(machine)
             return machine
         except BaseException:

@@ -153,13 +153,13 @@ class Launch:
         for listener in self._listeners:
             listener.close()
 
-    async def handshake(self, ram: str) -> QemuMachine:
+    async def handshake(self, ram: str, ram_size: int) -> QemuMachine:
         """Enter QMP's command mode: QEMU has made its machine. Raises LaunchFailed."""
         assert self._process is not None
         qmp_client, agent_client = self._clients
         qmp = Qmp(trio.SocketStream(trio.socket.from_stdlib_socket(qmp_client)))
         agent = trio.SocketStream(trio.socket.from_stdlib_socket(agent_client))
-        machine = QemuMachine(self._process, qmp, agent, self.slot, ram)
+        machine = QemuMachine(self._process, qmp, agent, self.slot, ram, ram_size)
         with self.explained():
             await qmp.negotiate()
         return machine

@@ -164,3 +164,18 @@ async def test_a_machine_that_dies_by_itself_is_reported_truthfully(controller: 
         await controller.eval_code(child["id"], "1")
     assert (caught.value.status, caught.value.code) == (404, "sandbox_not_found")
     assert "signal 9" in str(caught.value)
+
+
+def test_work_directories_are_kept_on_request_and_removed_by_cleanup(forkd: Callable[..., Any], data_dir: Path) -> None:
+    done = forkd("fork", "--tag", PARENT, "-n", "2", "--settle-secs", "0", "--keep-workdir")
+    assert done.returncode == 0, done.stderr
+    kept = sorted((data_dir / "kept").iterdir())
+    assert len(kept) == 2
+    for path in kept:
+        assert str(path) in done.stderr
+        assert (path / "vmm.log").exists()
+    listed = forkd("cleanup")
+    assert all(str(path) in listed.stdout for path in kept)
+    assert kept[0].exists()
+    assert forkd("cleanup", "--yes").returncode == 0
+    assert list((data_dir / "kept").iterdir()) == []

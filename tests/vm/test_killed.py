@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import FORKD
+from tests.conftest import FORKD, run_forkd
 
 pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
@@ -75,3 +75,35 @@ def test_killed_snapshots_are_never_listed_unless_whole(
     hidden = [path.name for path in (data_dir / "snapshots").iterdir() if path.name.startswith(".")]
     assert hidden == [".lock"]
     assert [path for path in (data_dir / "run").iterdir() if path.is_dir()] == []
+
+
+def working_on(path: Path) -> list[int]:
+    """Processes that have a path in their command line, or their root or working directory below it."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                with open(f"{entry.path}/cmdline", "rb") as line:
+                    places = [line.read().decode(errors="replace")]
+                places += [os.readlink(f"{entry.path}/{name}") for name in ("cwd", "root")]
+            except OSError:
+                continue
+            if any(str(path) in place for place in places):
+                found.append(int(entry.name))
+    return found
+
+
+def test_killed_builds_leave_no_process_and_no_rootfs(tmp_path: Path) -> None:
+    output = tmp_path / "out.ext4"
+    data = tmp_path / "data"
+    moment = random.Random(11)
+    for _ in range(4):
+        kill_after(
+            data, moment.uniform(0.5, 8), "parent", "build", "debian:bookworm", "--extra", "jq", "-o", str(output)
+        )
+        wait_until_none(lambda: working_on(data))
+        assert not output.exists()
+        assert list((data / "rootfs").glob("*.ext4")) == []
+    done = run_forkd(data, "cleanup", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (data / "rootfs").iterdir()] == []
