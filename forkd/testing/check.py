@@ -135,6 +135,15 @@ def _rootfs_builder(thing: Any, options: dict[str, str | None]) -> Made:
     return (RootfsBuilderContract,), fixtures
 
 
+def _hub_transport(thing: Any, options: dict[str, str | None]) -> Made:
+    from forkd.testing.hub import HubTransportContract
+
+    url = options.get("url")
+    if url is None:
+        return None
+    return (HubTransportContract,), {"transport": _gives(thing), "base": _gives(url.rstrip("/"))}
+
+
 def _engine(thing: Any, options: dict[str, str | None]) -> Made:
     import secrets
 
@@ -178,9 +187,11 @@ MAKERS: dict[str, Maker] = {
     "branch mode": _branch_mode,
     "memory backend": _memory_backend,
     "rootfs builder": _rootfs_builder,
+    "hub transport": _hub_transport,
     "engine": _engine,
 }
 NEEDS = {
+    "hub transport": "--url URL, an empty registry it may write to",
     "rootfs builder": "--image REFERENCE it can build and --bad-image REFERENCE it must refuse",
     "engine": "--rootfs FILE, the path that `forkd parent build` prints",
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from forkd.specs.errors import BadInput
 
 SKELETONS = Path(__file__).parent / "skeletons"
-KINDS = ("branch-mode", "memory-backend", "rootfs-builder", "engine", "command", "observer")
+KINDS = ("branch-mode", "memory-backend", "rootfs-builder", "hub-transport", "engine", "command", "observer")
 
 PYPROJECT = """\
 [build-system]
@@ -52,6 +52,7 @@ TESTS = {
     "branch-mode": ("forkd.testing.branch", "BranchModeContract", "mode"),
     "memory-backend": ("forkd.testing.memory", "MemoryBackendContract", "backend"),
     "rootfs-builder": ("forkd.testing.rootfs", "RootfsBuilderContract", "builder"),
+    "hub-transport": ("forkd.testing.hub", "HubTransportContract", "transport"),
 }
 
 REQUESTS = """
@@ -66,6 +67,12 @@ REQUESTS = """
     @pytest.fixture
     def bad_request(self):
         return ImageRequest("{name}:/no/such/file.zip")
+"""
+
+BASE = """
+    @pytest.fixture
+    def base(self):
+        return "{name}://test"
 """
 
 ENGINE_TEST = '''\
@@ -133,6 +140,8 @@ def test_source(kind: str, name: str) -> str:
             text = text.replace("import pytest\n", "import zipfile\n\nimport pytest\n", 1)
             text = text.replace("from forkd", "from forkd.specs.rootfs import ImageRequest\nfrom forkd", 1)
             text += REQUESTS.format(name=name)
+        if kind == "hub-transport":
+            text += BASE.format(name=name)
         return text
     template = {"engine": ENGINE_TEST, "command": COMMAND_TEST, "observer": OBSERVER_TEST}[kind]
     return template.format(name=name, cls=cls)

@@ -85,7 +85,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """An object, or a range of it."""
         if self.stopped():
-            return
+            return None
         data = self.server.objects.get(self.path)
         if data is None:
             return self.answer(404)
@@ -109,11 +109,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         """Store it, if it is whole, what its digest says, and the condition holds."""
         if self.stopped():
-            return
+            return None
         wanted = int(self.headers["content-length"])
         data = self.rfile.read(wanted)
         if len(data) != wanted:
-            return  # the sender went away: nothing happens
+            return None  # the sender went away: nothing happens
         payload = self.headers["x-amz-content-sha256"]
         if payload != "UNSIGNED-PAYLOAD" and hashlib.sha256(data).hexdigest() != payload:
             return self.answer(400, b"<Code>XAmzContentSHA256Mismatch</Code>")

@@ -15,12 +15,21 @@ from tests.conftest import ROOT, Daemon, result_of, run_forkd
 
 pytestmark = pytest.mark.vm
 THIRD_PARTY = ROOT / "tests" / "third_party"
+sys.path.insert(0, str(THIRD_PARTY))
+from s3_server import KEY, SECRET, Store, running_store  # noqa: E402
+
 BINARY = ROOT / "dist" / "forkd"
 PARENT = "python-numpy"
 
 
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with running_store() as made:
+        yield made
+
+
 @pytest.fixture(params=["source", "binary"])
-def foreign(request: pytest.FixtureRequest, data_dir: Path, tmp_path: Path) -> Iterator[Daemon]:
+def foreign(request: pytest.FixtureRequest, data_dir: Path, tmp_path: Path, store: Store) -> Iterator[Daemon]:
     """A daemon with the third-party plugins in its plugin directory, and a broken one."""
     if request.param == "binary" and not BINARY.exists():
         pytest.skip("no dist/forkd here: make binary")
@@ -35,7 +44,8 @@ def foreign(request: pytest.FixtureRequest, data_dir: Path, tmp_path: Path) -> I
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     forkd = [str(BINARY)] if request.param == "binary" else [sys.executable, "-m", "forkd"]
-    env = {"FORKD_PLUGIN_DIR": str(folder)}
+    env = {"FORKD_PLUGIN_DIR": str(folder), "AWS_ENDPOINT_URL": store.url}
+    env |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
     daemon = Daemon(data_dir, tmp_path / "daemon.log", "--end-sandboxes", env=env, forkd=forkd)
     yield daemon
     daemon.stop()
@@ -68,4 +78,24 @@ async def test_a_foreign_branch_mode_captures_less_and_loses_nothing(foreign: Da
                 await controller.kill_sandbox(sandbox["id"])
             for row in await controller.list_snapshots():
                 if row["tag"] in ("t-live", "t-lean"):
+                    await controller.delete_snapshot(row["tag"], force=True)
+
+
+async def test_a_foreign_transport_carries_a_snapshot_there_and_back(foreign: Daemon, store: Store) -> None:
+    async with AsyncController(foreign.url, timeout=None) as controller:
+        (source,) = await controller.spawn_sandboxes(PARENT, 1)
+        await controller.eval_code(source["id"], "answer = 6 * 7")
+        try:
+            await controller.branch_sandbox(source["id"], mode="diff", tag="t-sent")
+            await controller.push_snapshot("t-sent", "acme/answer", hub="s3://bucket/hub")
+            assert "/bucket/hub/registry.json" in store.objects
+            await controller.delete_snapshot("t-sent", force=True)
+            await controller.pull_snapshot("acme/answer", hub="s3://bucket/hub", tag="t-back")
+            (child,) = await controller.spawn_sandboxes("t-back", 1)
+            assert result_of(await controller.eval_code(child["id"], "answer")) == 42
+        finally:
+            for sandbox in await controller.list_sandboxes():
+                await controller.kill_sandbox(sandbox["id"])
+            for row in await controller.list_snapshots():
+                if row["tag"] in ("t-sent", "t-back"):
                     await controller.delete_snapshot(row["tag"], force=True)

@@ -1,7 +1,7 @@
 """Hub transport ``s3``: any S3-compatible store as a registry, as ``s3://BUCKET/PREFIX``.
 
-Says who it is by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or by a login with user and password), and finds the store
-by AWS_REGION and AWS_ENDPOINT_URL, as every S3 tool does.
+Says who it is by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or by a login with user and password), and finds the
+store by AWS_REGION and AWS_ENDPOINT_URL, as every S3 tool does.
 """
 
 from __future__ import annotations

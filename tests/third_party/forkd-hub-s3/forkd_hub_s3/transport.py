@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -91,17 +91,16 @@ class S3Transport:
                 if answer.status_code not in BUSY or attempt == ATTEMPTS - 1:
                     _check(answer, url)
                     found = bytearray()
-                    async for chunk in answer.aiter_raw():
-                        found += chunk
-                        if len(found) > limit:
-                            raise TransferError(f"{url} has more than {limit} bytes")
+                    async with _chunks(answer) as chunks:
+                        async for chunk in chunks:
+                            found += chunk
+                            if len(found) > limit:
+                                raise TransferError(f"{url} has more than {limit} bytes")
                     return bytes(found), answer.headers.get("etag")
             await _wait(attempt)
         raise AssertionError("unreachable")
 
-    async def _read(
-        self, url: str, login: Login | None, offset: int, size: int | None
-    ) -> AsyncGenerator[bytes, None]:
+    async def _read(self, url: str, login: Login | None, offset: int, size: int | None) -> AsyncGenerator[bytes, None]:
         import httpx
 
         position, failures = offset, 0
@@ -113,11 +112,12 @@ class S3Transport:
                     if answer.status_code == 416:  # nothing from there on
                         break
                     _check(answer, url)
-                    async for chunk in answer.aiter_raw():
-                        position += len(chunk)
-                        if size is not None and position > size:
-                            raise TransferError(f"{url} has more than the {size} bytes it should have")
-                        yield chunk
+                    async with _chunks(answer) as chunks:
+                        async for chunk in chunks:
+                            position += len(chunk)
+                            if size is not None and position > size:
+                                raise TransferError(f"{url} has more than the {size} bytes it should have")
+                            yield chunk
                     break
             except (httpx.TransportError, httpx.StreamError) as error:
                 failures += 1
@@ -200,6 +200,22 @@ async def _opened(
         client.stream(method, endpoint + encoded(path), headers=headers, content=content) as answer,
     ):
         yield answer
+
+
+@asynccontextmanager
+async def _chunks(answer: httpx.Response) -> AsyncGenerator[AsyncIterator[bytes], None]:
+    """The answer's body, which may be left unread: the generators that httpx nests are brought to their end."""
+    import httpx
+
+    chunks = answer.aiter_raw()
+    try:
+        yield chunks
+    finally:
+        with trio.CancelScope(shield=True):
+            await answer.aclose()
+        with suppress(httpx.HTTPError, httpx.StreamError):  # the connection is closed: they end at once
+            async for _ in chunks:
+                pass
 
 
 async def _asked(
