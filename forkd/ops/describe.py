@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import trio
+
 from forkd.runtime import Runtime
 from forkd.specs.errors import ChainBroken, ForkdError, SnapshotBroken
 from forkd.specs.models import Snapshot, SnapshotInfo
@@ -10,9 +12,9 @@ from forkd.store.files import physical_bytes
 from forkd.store.snapshots import Broken, Stored
 
 
-def list_snapshots(runtime: Runtime) -> list[SnapshotInfo]:
+async def list_snapshots(runtime: Runtime) -> list[SnapshotInfo]:
     """Every snapshot, those that cannot be used included, with the reason."""
-    rows = [describe(runtime, entry) for entry in runtime.snapshots.entries()]
+    rows = await trio.to_thread.run_sync(lambda: [describe(runtime, entry) for entry in runtime.snapshots.entries()])
     whole = {row.tag for row in rows}
     rows += [row for tag, row in runtime.writing.items() if tag not in whole]
     rows += [_failed(runtime, tag, error) for tag, error in runtime.failed.items() if tag not in whole]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import trio
+
 from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput, SnapshotBroken, SnapshotInUse
 
 
-def remove_snapshot(
+async def remove_snapshot(
     runtime: Runtime, tag: str, *, cascade: bool = False, force: bool = False, state_of: str | None = None
 ) -> list[str]:
     """Remove ``tag``; with ``cascade`` all that build on it first, with ``force`` only it. Returns what was removed.
@@ -16,7 +18,7 @@ def remove_snapshot(
     if cascade and force:
         raise BadInput("cascade and force exclude each other")
     runtime.snapshots.path(tag)  # refuses a bad tag before anything is looked at
-    dependents = runtime.snapshots.dependents(tag)
+    dependents = await trio.to_thread.run_sync(runtime.snapshots.dependents, tag)
     if dependents and not (cascade or force):
         raise SnapshotInUse(
             f"snapshots {', '.join(dependents)} build on {tag!r}",
@@ -28,14 +30,14 @@ def remove_snapshot(
     removed: list[str] = []
     if cascade:
         for child in dependents:
-            removed += remove_snapshot(runtime, child, cascade=True)
+            removed += await remove_snapshot(runtime, child, cascade=True)
     try:
         content = runtime.snapshots.load(tag).manifest.content
-        runtime.images.forget(content)
+        await trio.to_thread.run_sync(runtime.images.forget, content)
         runtime.templates.forget(runtime, content)
     except SnapshotBroken:
         pass  # nothing was ever made from it
-    runtime.snapshots.remove(tag)
+    await trio.to_thread.run_sync(runtime.snapshots.remove, tag)
     runtime.observe("remove", tag=tag)
     return [*removed, tag]
 

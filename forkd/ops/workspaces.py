@@ -113,7 +113,7 @@ async def delete_workspace(runtime: Runtime, name: str) -> None:
         if sandbox := runtime.sandboxes.get(workspace.info.live_sandbox_id or ""):
             await end_sandbox(sandbox)
         workspace.info.current_state_tag = None
-        _remove_states(runtime, name, keep=set())
+        await _remove_states(runtime, name, keep=set())
         runtime.inventory.remove_workspace(name)
     runtime.observe("workspace", name=name, status="deleted")
 
@@ -133,7 +133,7 @@ async def _finish_suspend(runtime: Runtime, workspace: Workspace) -> None:
     runtime.inventory.save_workspace(workspace)
     tag = workspace.info.current_state_tag
     keep = {layer.manifest.tag for layer in resolve(runtime.snapshots, tag)} if tag else set()
-    _remove_states(runtime, workspace.info.name, keep)
+    await _remove_states(runtime, workspace.info.name, keep)
 
 
 async def _fork_one(runtime: Runtime, tag: str, request: CreateWorkspace) -> Sandbox:
@@ -208,14 +208,14 @@ def _free_tag(runtime: Runtime, name: str) -> str:
     return next(tag for tag in (base, *(f"{base}.{number}" for number in range(2, 1000))) if tag not in taken)
 
 
-def _remove_states(runtime: Runtime, name: str, keep: set[str]) -> None:
+async def _remove_states(runtime: Runtime, name: str, keep: set[str]) -> None:
     """Remove states nothing needs, as often as that makes others removable."""
     doomed = [tag for tag in _states(runtime, name) if tag not in keep]
     while doomed:
         left = []
         for tag in doomed:
             try:
-                remove_snapshot(runtime, tag, state_of=name)
+                await remove_snapshot(runtime, tag, state_of=name)
             except SnapshotInUse:
                 left.append(tag)
             except NotFound:

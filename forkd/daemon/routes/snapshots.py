@@ -35,7 +35,7 @@ from forkd.specs.requests import BuildRootfs, Compact, CreateSnapshot
 
 async def index(request: Request) -> Response:
     """All snapshots."""
-    return reply(list_snapshots(runtime_of(request)))
+    return reply(await list_snapshots(runtime_of(request)))
 
 
 async def create(request: Request) -> Response:
@@ -71,7 +71,7 @@ async def flatten(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """Remove a snapshot."""
     cascade, force = query_flag(request, "cascade"), query_flag(request, "force")
-    remove_snapshot(runtime_of(request), request.path_params["tag"], cascade=cascade, force=force)
+    await remove_snapshot(runtime_of(request), request.path_params["tag"], cascade=cascade, force=force)
     return Response(status_code=204)
 
 
