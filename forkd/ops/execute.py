@@ -31,9 +31,14 @@ def check_command(args: list[str], shell: str | None) -> list[str]:
 def check_exec(request: ExecRequest) -> list[str]:
     """The words of a command. Raises BadInput."""
     args = check_command(request.args, request.shell)
-    if not 0 < request.timeout_secs <= 7 * 86400:
-        raise BadInput(f"a timeout of {request.timeout_secs:g} s is not possible", hint="give a positive number")
+    check_timeout(request.timeout_secs)
     return args
+
+
+def check_timeout(seconds: float) -> None:
+    """Raise BadInput for a time limit nobody means."""
+    if not 0 < seconds <= 7 * 86400:
+        raise BadInput(f"a timeout of {seconds:g} s is not possible", hint="give more than 0, and at most a week")
 
 
 async def exec_command(runtime: Runtime, sandbox_id: str, request: ExecRequest) -> ExecResult:
@@ -75,6 +80,7 @@ async def stream_command(
 
 async def eval_code(runtime: Runtime, sandbox_id: str, request: EvalRequest) -> EvalResult:
     """Evaluate code in the warm interpreter."""
+    check_timeout(request.timeout_secs)
     began = time.monotonic()
     async with awake(runtime, sandbox_id) as sandbox:
         result = await sandbox.link.eval(request.code, timeout=request.timeout_secs)
