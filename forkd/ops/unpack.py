@@ -184,7 +184,7 @@ def _commit(runtime: Runtime, plan: Plan, staged: Mapping[str, Path], source: di
         if layer.rootfs is not None and staged[layer.rootfs.digest].exists():
             runtime.disks.adopt(staged[layer.rootfs.digest], layer.rootfs)
     if plan.replaced is not None:
-        remove_snapshot(runtime, plan.replaced)
+        trio.from_thread.run(remove_snapshot, runtime, plan.replaced)
     for layer in plan.layers:
         target = runtime.snapshots.stage(layer.tag)
         try:
