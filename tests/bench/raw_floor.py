@@ -22,6 +22,9 @@ AT_A_TIME = 8
 
 def command(manifest: dict, memory: str, rootfs: str, qmp: int, agent: int, vmstate: int) -> list[str]:
     hardware = manifest["hardware"]
+    features = "csum gso guest_csum guest_tso4 guest_tso6 guest_ecn guest_ufo guest_announce mrg_rxbuf"
+    features += " host_tso4 host_tso6 host_ecn host_ufo"
+    network = "virtio-net-device,mac=02:f0:4b:d0:00:02," + ",".join(f"{name}=off" for name in features.split())
     return [
         "qemu-system-x86_64",
         *("-M", "microvm,memory-backend=ram,accel=tcg,suppress-vmdesc=on,rtc=on,pic=on,pit=on"),
@@ -38,6 +41,7 @@ def command(manifest: dict, memory: str, rootfs: str, qmp: int, agent: int, vmst
             f"driver=raw,node-name=root,read-only=on,file.driver=file,file.locking=off,file.filename={rootfs}",
         ),
         *("-device", "virtio-blk-device,drive=root"),
+        *(("-device", network) if hardware.get("network") else ()),
         *("-object", f"memory-backend-file,id=ram,size={hardware['mem_mib']}M,share=off,mem-path={memory}"),
         *("-incoming", f"fd:{vmstate}"),
     ]
