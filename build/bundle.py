@@ -12,7 +12,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-WHOLE_PACKAGES = ("forkd.cli", "forkd.daemon", "forkd.ops", "forkd.sdk", "forkd.testing", "forkd.specs", "forkd.linux")
+WHOLE_PACKAGES = (
+    "forkd.cli",
+    "forkd.daemon",
+    "forkd.mcp",
+    "forkd.ops",
+    "forkd.sdk",
+    "forkd.testing",
+    "forkd.specs",
+    "forkd.linux",
+)
 """Ours, whole: foreign plugins may import what is public, and verbs import late."""
 
 PUBLIC_LIBRARIES = [

@@ -29,6 +29,7 @@ FORBIDDEN = {
     "forkd.runtime": ["forkd.daemon", "forkd.cli", "forkd.sdk", "forkd.plugins"],
     "forkd.daemon": ["forkd.cli", "forkd.sdk", "forkd.plugins"],
     "forkd.sdk": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.cli"],
+    "forkd.mcp": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.daemon", "forkd.cli", "forkd.runtime"],
     "forkd.cli": ["forkd.ops", "forkd.store", "forkd.plugins"],
     "forkd.testing.skeletons": ["forkd"],
     "forkd.testing": ["forkd.ops", "forkd.hub", "forkd.plugins", "forkd.daemon", "forkd.sdk", "forkd.cli"],

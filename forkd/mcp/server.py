@@ -1,0 +1,91 @@
+"""The MCP server: tools and resources over a controller, on stdio or streamable HTTP."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import trio
+from hypercorn.config import Config
+from hypercorn.trio import serve
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError
+from mcp.types import ToolAnnotations
+
+from forkd import __version__
+from forkd.mcp.files import FileTools
+from forkd.mcp.tools import SandboxTools
+from forkd.sdk.async_controller import AsyncController
+from forkd.sdk.connect import find_controller
+from forkd.sdk.errors import ControllerError
+
+INSTRUCTIONS = """\
+forkd runs virtual machines that are forked in milliseconds from warm snapshots. Usual order: list_snapshots, \
+spawn_sandboxes, then exec_command, eval_code and the file tools in a sandbox. Before trying something risky, \
+fork_sandbox or branch_sandbox keeps the present state, so that several ways can be tried from it. kill_sandbox when \
+done. A sandbox is its own machine: nothing in it can change the host or another sandbox."""
+
+
+def make_server(controller: AsyncController) -> MCPServer:
+    """The server with all its tools and resources; it owns nothing."""
+    server = MCPServer(
+        "forkd", title="forkd sandboxes", version=__version__, instructions=INSTRUCTIONS, log_level="WARNING"
+    )
+    for tools in (SandboxTools(controller), FileTools(controller)):
+        for name, reads_only in tools.NAMES.items():
+            hints = ToolAnnotations(
+                read_only_hint=reads_only,
+                destructive_hint=name in ("kill_sandbox", "delete_snapshot"),
+                open_world_hint=False,
+            )
+            server.tool(annotations=hints)(getattr(tools, name))
+
+    @server.resource("forkd://snapshots", title="All snapshots", mime_type="application/json")
+    async def snapshots() -> str:
+        """What can be forked."""
+        return json.dumps(await _told(controller.list_snapshots()), indent=2)
+
+    @server.resource("forkd://snapshots/{tag}", title="One snapshot", mime_type="application/json")
+    async def snapshot(tag: str) -> str:
+        """One snapshot: its lineage and sizes."""
+        return json.dumps(await _told(controller.snapshot_info(tag)), indent=2)
+
+    return server
+
+
+async def serve_stdio(url: str | None, token: str | None) -> None:
+    """Serve one client on standard input and output until it leaves. Sandboxes made without a daemon end with it."""
+    _quiet_logs()
+    async with find_controller(url, token) as controller:
+        await make_server(controller).run_stdio_async()
+
+
+async def serve_http(url: str | None, token: str | None, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve any number of clients at ``http://HOST:PORT/mcp`` until cancelled."""
+    _quiet_logs()
+    async with find_controller(url, token) as controller:
+        app = make_server(controller).streamable_http_app(host=host)
+        config = Config()
+        config.bind = [f"{host}:{port}"]
+        config.loglevel = "WARNING"
+        config.graceful_timeout = 1
+        async with trio.open_nursery() as nursery:
+            bound = await nursery.start(partial(serve, cast(Any, app), config))
+            say(f"listening on {bound[0]}/mcp")
+
+
+async def _told(answer: Any) -> Any:
+    """A controller's answer; its refusal in the protocol's own words."""
+    try:
+        return await answer
+    except ControllerError as error:
+        raise (ResourceNotFoundError if error.status == 404 else ResourceError)(str(error)) from error
+
+
+def _quiet_logs() -> None:
+    """Standard output belongs to the protocol; what there is to say goes to standard error, and is little."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)
