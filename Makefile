@@ -54,7 +54,7 @@ bench: setup
 
 bench-branch: setup  ## pause and total time of every mode, against QEMU's own; writes docs/branch-bench.json and .png
 	$(BIN)/pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'
-	$(BIN)/python tests/bench/branch.py --throttled
+	$(BIN)/python tests/bench/branch.py --throttled --chain
 
 clean:
 	rm -rf $(VENV) .work dist

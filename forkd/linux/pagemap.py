@@ -35,6 +35,11 @@ _TOP_PRESENT, _TOP_SWAPPED, _TOP_FILE = 0x80, 0x40, 0x20
 _FRAME = (1 << 55) - 1
 _SOFT_DIRTY, _WRITE_PROTECTED, _ENTRY_PRESENT = 1 << 55, 1 << 57, 1 << 63
 _IS_CHANGED = bytes(bool(top & (_TOP_PRESENT | _TOP_SWAPPED)) and not top & _TOP_FILE for top in range(256))
+_TOP_EXCLUSIVE = 0x01  # mapped here and nowhere else
+_IS_OWN = bytes(
+    bool(top & _TOP_SWAPPED or (top & _TOP_PRESENT and top & _TOP_EXCLUSIVE)) and not top & _TOP_FILE
+    for top in range(256)
+)
 _IS_POPULATED = bytes(bool(top & (_TOP_PRESENT | _TOP_SWAPPED)) for top in range(256))
 _ONES = re.compile(rb"\x01+")
 
@@ -47,6 +52,16 @@ def changed_pages(pid: int, start: int, length: int) -> list[Run]:
     reported. Raises OSError: FileNotFoundError or ProcessLookupError if the process is gone.
     """
     return _ask(pid, start, length, changed=True)
+
+
+def own_bytes(pid: int, start: int, length: int) -> int:
+    """How much of the range is memory of this process alone: changed, and not shared with what it was forked from."""
+    fd = os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        chunks = _read_entries(fd, start, length)
+        return sum(chunk[_ENTRY - 1 :: _ENTRY].translate(_IS_OWN).count(1) for chunk in chunks) * mmap.PAGESIZE
+    finally:
+        os.close(fd)
 
 
 def populated_pages(pid: int, start: int, length: int) -> list[Run]:

@@ -11,8 +11,6 @@ from forkd.linux import pagemap
 from forkd.runtime import Runtime
 from forkd.specs.errors import MachineGone
 
-PAGE = 4096
-
 
 async def stats(runtime: Runtime, sandbox_id: str) -> dict[str, Any]:
     """Guest RAM private to the child, all private memory of its VMM, and the CPU time it has used."""
@@ -21,14 +19,10 @@ async def stats(runtime: Runtime, sandbox_id: str) -> dict[str, Any]:
     def measure() -> dict[str, Any]:
         try:
             regions = machine.ram()
-            changed = sum(
-                count
-                for region in regions
-                for _, count in pagemap.changed_pages(machine.pid, region.address, region.length)
-            )
+            own = sum(pagemap.own_bytes(machine.pid, region.address, region.length) for region in regions)
             return {
                 "id": sandbox_id,
-                "guest_private_bytes": changed * PAGE,
+                "guest_private_bytes": own,
                 "vmm_private_bytes": _private_bytes(machine.pid),
                 "cpu_seconds": _cpu_seconds(machine.pid),
             }

@@ -33,6 +33,7 @@ class TestQemu(EngineContract):
         return QemuEngine
 
 
+@pytest.mark.slow
 class TestQemuWithTwoCpus(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod

@@ -88,6 +88,19 @@ def test_what_fork_shares_is_still_changed(image: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_what_fork_shares_is_not_the_processs_own(image: Path) -> None:
+    with mapped(image) as memory:
+        start, length = address_of(memory), len(memory)
+        memory[5 * PAGE] = memory[6 * PAGE] = 1
+        assert pagemap.own_bytes(os.getpid(), start, length) == 2 * PAGE
+        child = os.fork()
+        if child == 0:
+            before = pagemap.own_bytes(os.getpid(), start, length)
+            memory[5 * PAGE] = memory[9 * PAGE] = 2
+            os._exit(0 if (before, pagemap.own_bytes(os.getpid(), start, length)) == (0, 2 * PAGE) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_more_runs_than_one_question_takes(tmp_path: Path) -> None:
     count = 40_000
     path = tmp_path / "large"
