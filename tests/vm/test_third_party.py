@@ -87,10 +87,10 @@ async def test_a_foreign_transport_carries_a_snapshot_there_and_back(foreign: Da
         await controller.eval_code(source["id"], "answer = 6 * 7")
         try:
             await controller.branch_sandbox(source["id"], mode="diff", tag="t-sent")
-            await controller.push_snapshot("t-sent", "acme/answer", hub="s3://bucket/hub")
+            await controller.push("t-sent", "acme/answer", hub="s3://bucket/hub")
             assert "/bucket/hub/registry.json" in store.objects
             await controller.delete_snapshot("t-sent", force=True)
-            await controller.pull_snapshot("acme/answer", hub="s3://bucket/hub", tag="t-back")
+            await controller.pull("acme/answer", hub="s3://bucket/hub", tag="t-back")
             (child,) = await controller.spawn_sandboxes("t-back", 1)
             assert result_of(await controller.eval_code(child["id"], "answer")) == 42
         finally:
