@@ -8,6 +8,7 @@ import json
 import platform
 import subprocess
 import sys
+import zlib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,8 @@ EXCLUDED = [
 
 _NOT_TO_IMPORT = {"__main__", "test", "tests", "idle_test", "windows_events", "windows_utils", "popen_spawn_win32"}
 
-BULKY = ("cryptography/hazmat/bindings/_rust",)
-"""Unpacked at every start, needed by few verbs: inflating these would cost more time than storing them costs space."""
-COMPRESSION = {"BINARY": True, "DATA": True, "PYSOURCE": True, "PYMODULE": True, "EXTENSION": False, "PYZ": False}
+BULKY = ("cryptography.hazmat.bindings._rust", "pydantic_core._pydantic_core", "rpds.rpds")
+"""Large, and needed by few verbs: packed small, and unpacked by forkd.frozen when they are imported."""
 
 DATA = ("guest", "specs/schemas", "specs/formats", "docs", "forkd/testing/skeletons")
 
@@ -63,14 +63,28 @@ def standard_library() -> list[str]:
     return [name.removesuffix(".__init__") for name in names]
 
 
-def arranged(binaries: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
-    """Leave out what only line editing needs; store BULKY libraries as they are, which the type code decides."""
+Entry = tuple[str, str, str]
+"""PyInstaller's own: name in the binary, file it comes from, kind."""
+
+
+def arranged(binaries: list[Entry], folder: Path) -> tuple[list[Entry], list[Entry]]:
+    """Native libraries to unpack at every start, and the BULKY ones as data; without what only line editing needs."""
     unwanted = ("libreadline", "libtinfo", "libncurses", "readline.")
-    return [
-        (name, source, "EXTENSION" if any(part in name for part in BULKY) else "BINARY")
-        for name, source, _ in binaries
-        if not Path(name).name.startswith(unwanted)
-    ]
+    kept: list[Entry] = []
+    packed: list[Entry] = []
+    for name, source, kind in binaries:
+        module = name.partition(".")[0].replace("/", ".")
+        if module in BULKY:
+            packed.append((f"forkd/packed/{module}", str(_pack(Path(source), folder / module)), "DATA"))
+        elif not Path(name).name.startswith(unwanted):
+            kept.append((name, source, kind))
+    return kept, packed
+
+
+def _pack(source: Path, target: Path) -> Path:
+    subprocess.run(["strip", "--strip-unneeded", "-o", str(target), str(source)], check=True)
+    target.write_bytes(zlib.compress(target.read_bytes(), 9))
+    return target
 
 
 def data_files(root: Path) -> list[tuple[str, str]]:

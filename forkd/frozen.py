@@ -13,8 +13,12 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 FROZEN: bool = getattr(sys, "frozen", False)
@@ -25,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _OWNER = ".forkd-owner"
 _UNOWNED_SECONDS = 600
 _held: list[int] = []
-_packed: dict[str, str] = {}
+_launcher_environment: dict[str, str] = {}
 
 
 def start(*, helper: bool = False) -> None:
@@ -35,13 +39,38 @@ def start(*, helper: bool = False) -> None:
     """
     if not FROZEN:
         return
-    _packed.update(clean_environment(os.environ))
+    unpacked = Path(sys._MEIPASS)  # type: ignore[attr-defined]
+    _launcher_environment.update(clean_environment(os.environ))
+    sys.meta_path.insert(0, PackedLibraries(unpacked / "forkd" / "packed", unpacked))
     if helper:
         return
     _die_with_launcher()
-    unpacked = Path(sys._MEIPASS)  # type: ignore[attr-defined]
     _own(unpacked)
     sweep(unpacked.parent, keep=unpacked)
+
+
+class PackedLibraries(MetaPathFinder):
+    """Finds the few large native modules that stay compressed until somebody imports them."""
+
+    def __init__(self, packed: Path, unpacked: Path) -> None:
+        self._packed = packed
+        self._unpacked = unpacked
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Unpack the module, if it is one of them, beside everything else."""
+        packed = self._packed / fullname
+        if not packed.exists():
+            return None
+        library = self._unpacked / f"{fullname}.so"
+        if not library.exists():
+            import zlib
+
+            staged = library.with_suffix(f".{os.getpid()}")
+            staged.write_bytes(zlib.decompress(packed.read_bytes()))
+            staged.replace(library)
+        return spec_from_file_location(fullname, library)
 
 
 def clean_environment(environ: MutableMapping[str, str]) -> dict[str, str]:
@@ -70,7 +99,7 @@ def module_environment() -> dict[str, str]:
 
     So such a process must not outlive us.
     """
-    return {**os.environ, **_packed}
+    return {**os.environ, **_launcher_environment}
 
 
 def run_module(module: str, args: list[str]) -> None:

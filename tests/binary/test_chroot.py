@@ -102,6 +102,9 @@ def test_everything_works_there(cell: Cell) -> None:
     assert json.dumps(forked).count("42") == 5, forked
     cell.run("snapshot-diff", "--from", "py", "--tag", "noted", "--exec", "sh -c 'echo hello > /root/note'")
     assert cell.run("exec", "--tag", "noted", "--", "cat", "/root/note").stdout == "hello\n"
+    cell.run("pack", "--tag", "noted", "--out", "/tmp/noted.forkd")
+    cell.run("unpack", "/tmp/noted.forkd", "--tag", "unpacked")
+    assert cell.run("exec", "--tag", "unpacked", "--", "cat", "/root/note").stdout == "hello\n"
     assert list((cell.root / "tmp").glob("_MEI*")) == []
 
 
