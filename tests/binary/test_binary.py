@@ -80,7 +80,9 @@ def test_a_plugin_from_a_directory_may_use_the_whole_standard_library(scratch: P
     folder.mkdir(mode=0o755)
     (folder / "shower.py").write_text(
         "import os, subprocess, sys, hmac, wave, xml.etree.ElementTree, plistlib, concurrent.futures, tomllib\n"
-        "import click, httpx, trio, sqlite3\nfrom cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey\nfrom forkd.specs.hookspecs import hookimpl\n"
+        "import click, httpx, trio, sqlite3\n"
+        "from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey\n"
+        "from forkd.specs.hookspecs import hookimpl\n"
         "@click.command()\ndef show():\n    Ed25519PrivateKey.generate().sign(b'x')\n"
         "    bad = [n for n in os.environ if n.startswith(('_PYI', 'LD_LIB'))]\n"
         "    print(bad, subprocess.run(['env'], capture_output=True, text=True).stdout.count('_MEI'))\n"

@@ -1,4 +1,4 @@
-"""dist/forkd alone in an empty root that has QEMU and a kernel, and no Python, no shell, no package manager."""
+"""dist/forkd alone in an empty root that has QEMU and a kernel: no Python, no package manager, no distribution."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root"),
     pytest.mark.skipif(not BINARY.exists(), reason="no dist/forkd here: make binary"),
 ]
-# QEMU, and the two small tools forkd asks of a host: one that makes disks, one that ties a VMM to its owner.
-PROGRAMS = ("qemu-system-x86_64", "mkfs.ext4", "setpriv")
+# QEMU, and the small tools forkd asks of a host: one makes disks, one ties a VMM to its owner, a shell guards programs.
+PROGRAMS = ("qemu-system-x86_64", "mkfs.ext4", "setpriv", "sh")
 FIRMWARE = ("bios-microvm.bin", "linuxboot_dma.bin", "pvh.bin")
 ENTER = 'mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" /forkd "$@"'
 
@@ -90,7 +90,7 @@ def cell(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 def test_everything_works_there(cell: Cell) -> None:
-    assert not list(cell.root.rglob("python*")) and not (cell.root / "bin/sh").exists()
+    assert not list(cell.root.rglob("python*"))
     doctor = json.loads(
         subprocess.run(cell.command("doctor", "--json"), env=cell.env(), capture_output=True, text=True).stdout
     )
