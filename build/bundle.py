@@ -33,6 +33,9 @@ PUBLIC_LIBRARIES = [
 ]
 """Third-party modules that foreign plugins may count on, besides those that forkd imports where imports can be seen."""
 
+EXTRAS = ("", "mcp", "testing")
+"""Of forkd's optional dependencies the binary has these."""
+
 EXCLUDED = [
     *("tkinter", "_tkinter", "turtle", "turtledemo", "idlelib", "lib2to3", "ensurepip", "venv", "test", "pydoc_data"),
     *("distutils", "setuptools", "pkg_resources", "pip", "PyInstaller", "mypy", "hypothesis"),
@@ -128,7 +131,7 @@ def commit(root: Path) -> str:
 
 
 def runtime_distributions() -> list[str]:
-    """The distributions forkd needs when it runs: its dependencies, and theirs."""
+    """The distributions forkd needs when it runs: its dependencies, those of the extras EXTRAS, and theirs."""
     from packaging.requirements import Requirement
 
     found: set[str] = set()
@@ -136,7 +139,7 @@ def runtime_distributions() -> list[str]:
     while queue:
         for text in metadata.requires(queue.pop()) or []:
             requirement = Requirement(text)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS):
                 name = metadata.metadata(requirement.name)["Name"]
                 if name not in found:
                     found.add(name)
