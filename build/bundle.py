@@ -33,9 +33,6 @@ PUBLIC_LIBRARIES = [
 ]
 """Third-party modules that foreign plugins may count on, besides those that forkd imports where imports can be seen."""
 
-EXTRAS = ("", "mcp", "testing")
-"""Of forkd's optional dependencies the binary has these."""
-
 EXCLUDED = [
     *("tkinter", "_tkinter", "turtle", "turtledemo", "idlelib", "lib2to3", "ensurepip", "venv", "test", "pydoc_data"),
     *("distutils", "setuptools", "pkg_resources", "pip", "PyInstaller", "mypy", "hypothesis"),
@@ -131,19 +128,21 @@ def commit(root: Path) -> str:
 
 
 def runtime_distributions() -> list[str]:
-    """The distributions forkd needs when it runs: its dependencies, those of the extras EXTRAS, and theirs."""
+    """The distributions forkd needs when it runs: its dependencies, those of its extras that the binary has, and theirs."""
     from packaging.requirements import Requirement
 
     found: set[str] = set()
-    queue = ["forkd"]
+    queue: list[tuple[str, set[str]]] = [("forkd", {"mcp", "testing"})]
     while queue:
-        for text in metadata.requires(queue.pop()) or []:
+        owner, extras = queue.pop()
+        for text in metadata.requires(owner) or []:
             requirement = Requirement(text)
-            if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
                 name = metadata.metadata(requirement.name)["Name"]
                 if name not in found:
                     found.add(name)
-                    queue.append(name)
+                    queue.append((name, requirement.extras))
     return sorted(found, key=str.lower)
 
 
