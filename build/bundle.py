@@ -128,7 +128,7 @@ def commit(root: Path) -> str:
 
 
 def runtime_distributions() -> list[str]:
-    """The distributions forkd needs when it runs: its dependencies, those of its extras that the binary has, and theirs."""
+    """The distributions in the binary: forkd's dependencies, those of the extras it carries, and theirs."""
     from packaging.requirements import Requirement
 
     found: set[str] = set()
