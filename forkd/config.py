@@ -37,6 +37,8 @@ class Settings:
     trust: str = "warn"
     plugins: Path | None = None
     disabled_plugins: tuple[str, ...] = ()
+    jail: str = ""
+    """The number of the user Firecracker runs as, in a jail of its own; none if empty."""
     dns: str | None = None
     """The nameserver guests' questions are passed to; the host's own if None."""
 
@@ -110,6 +112,7 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: object)
         "hub_url": "FORKD_HUB_URL",
         "hub_token": "FORKD_HUB_TOKEN",
         "trust": "FORKD_HUB_TRUST",
+        "jail": "FORKD_JAIL",
     }
     for key, name in words.items():
         if value := env.get(name):

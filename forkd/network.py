@@ -102,20 +102,23 @@ class Networks:
         self.root = root
         self._resolvers: dict[str, Resolver] = {}
 
-    async def attach(self, slot: Slot, info: SandboxInfo, nursery: trio.Nursery, *, upstream: str) -> Slot:
+    async def attach(
+        self, slot: Slot, info: SandboxInfo, nursery: trio.Nursery, *, upstream: str, tap: bool = False
+    ) -> Slot:
         """Give a slot the network its sandbox is described with; one that is there already (a restart) is kept.
 
+        With ``tap`` there is one even without networking: it leads nowhere, but the machine needs it.
         Raises HostNotReady; giving the slot back removes what there is.
         """
         if not self.root:
             user = info.network != "none"
             info.guest_addr = GUEST if user else ""
             return dataclasses.replace(slot, user_network=user)
-        if info.network == "none" and not info.per_child_netns:
+        if info.network == "none" and not info.per_child_netns and not tap:
             return slot
         name = f"forkd-{slot.id}"
         try:
-            await trio.to_thread.run_sync(_make, slot.directory, name, info)
+            await trio.to_thread.run_sync(_make, slot.directory, name, info, tap)
             if info.network != "none":
                 resolver = Resolver(name, info.network, AllowList.parse(info.allow).domains, upstream)
                 await nursery.start(resolver.serve)
@@ -125,7 +128,9 @@ class Networks:
             raise HostNotReady(f"the network of {slot.id} cannot be made: {error}", hint="see forkd doctor") from error
         info.netns = name
         info.guest_addr = GUEST if info.network != "none" else ""
-        return dataclasses.replace(slot, netns=str(netns.path_of(name)), tap=TAP if info.network != "none" else None)
+        return dataclasses.replace(
+            slot, netns=str(netns.path_of(name)), tap=TAP if tap or info.network != "none" else None
+        )
 
     def close(self, slot_id: str) -> None:
         """Stop answering for a slot, so that its namespace can go."""
@@ -141,7 +146,7 @@ def guest_network(info: SandboxInfo) -> dict[str, object] | None:
     return {"address": GUEST, "prefix": PREFIX_LENGTH, "gateway": GATEWAY, "dns": dns}
 
 
-def _make(directory: Path, name: str, info: SandboxInfo) -> None:
+def _make(directory: Path, name: str, info: SandboxInfo, tap: bool) -> None:
     record = directory / RECORD
     if record.exists() and netns.exists(name):
         return  # made before a restart
@@ -151,7 +156,8 @@ def _make(directory: Path, name: str, info: SandboxInfo) -> None:
     record.write_text(json.dumps({"namespace": name, "link": None}))
     netns.ip([f"netns add {name}"])
     if info.network == "none":
-        netns.within(name, lambda: netns.ip(["link set lo up"]))
+        lines = ["link set lo up", *(_tap_lines() if tap else ())]
+        netns.within(name, lambda: netns.ip(lines))
         return
     with netns.exclusively(LOCK):
         index = _free_index()
@@ -174,10 +180,8 @@ def _make(directory: Path, name: str, info: SandboxInfo) -> None:
         netns.ip(
             [
                 "link set lo up",
-                f"tuntap add dev {TAP} mode tap",
-                f"link set {TAP} address {GATEWAY_MAC}",
+                *_tap_lines(),
                 f"addr add {GATEWAY}/{PREFIX_LENGTH} dev {TAP}",
-                f"link set {TAP} up",
                 f"addr add {theirs}/31 dev up0",
                 "link set up0 up",
                 f"route add default via {ours}",
@@ -185,6 +189,10 @@ def _make(directory: Path, name: str, info: SandboxInfo) -> None:
         )
 
     netns.within(name, inside)
+
+
+def _tap_lines() -> list[str]:
+    return [f"tuntap add dev {TAP} mode tap", f"link set {TAP} address {GATEWAY_MAC}", f"link set {TAP} up"]
 
 
 def remove_network(directory: Path) -> bool:

@@ -32,6 +32,7 @@ Command = tuple[str, str]
 log = logging.getLogger("forkd")
 
 DEFAULT_PLUGINS = (
+    "forkd.plugins.engine_firecracker",
     "forkd.plugins.engine_qemu",
     "forkd.plugins.memory_file",
     "forkd.plugins.memory_memfd",

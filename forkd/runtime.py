@@ -12,6 +12,7 @@ import trio
 from forkd.config import Settings
 from forkd.events import Events
 from forkd.inventory import Inventory, NoInventory, SqliteInventory
+from forkd.linux.hostprobe import HostProbe
 from forkd.pluginmanager import Plugins, load_plugins
 from forkd.sandbox import Sandbox
 from forkd.slots import SlotOwner
@@ -69,15 +70,28 @@ class Runtime:
 
     def engine(self, name: str | None = None) -> Engine:
         """The engine called ``name``, or the one the settings choose; made on first use."""
-        wanted = name or ("qemu" if self.settings.engine == "auto" else self.settings.engine)
+        wanted = name or self.chosen_engine()
         if wanted not in self.engines:
             factory = self.plugins.engines.get(wanted)
             if factory is None:
                 known = ", ".join(sorted(self.plugins.engines))
                 raise BadInput(f"there is no engine {wanted!r}", hint=f"there are: {known}")
-            context = EngineContext(self.settings.cache_dir, {"accel": self.settings.accel})
+            context = EngineContext(self.settings.cache_dir, {"accel": self.settings.accel, "jail": self.settings.jail})
             self.engines[wanted] = factory(context)
         return self.engines[wanted]
+
+    def chosen_engine(self) -> str:
+        """The engine of new parents: the setting's, or with ``auto`` one that says it works here, else QEMU."""
+        if self.settings.engine != "auto":
+            return self.settings.engine
+        if self.settings.accel != "tcg":
+            for name, factory in self.plugins.engines.items():
+                why_not = getattr(factory, "why_not", None)
+                if name in self.engines and why_not is not None:
+                    return name
+                if why_not is not None and why_not(HostProbe()) is None:
+                    return name
+        return "qemu"
 
     def sandbox(self, sandbox_id: str) -> Sandbox:
         """The running sandbox with this id. Raises SandboxNotFound, saying how it ended if it did by itself."""

@@ -64,6 +64,8 @@ class Plan:
     info: SandboxInfo
     source: Stored | None
     ready_timeout: float = READY_TIMEOUT
+    tap: bool = False
+    """Whether its machine has a network device that needs a tap even when it leads nowhere."""
     adopted: Slot | None = None
     """The slot of a machine that runs already: ``start`` connects to it, and its guest stays who it is."""
     canary: Canary | None = None
@@ -89,7 +91,7 @@ async def run_sandbox(
     try:
         async with runtime.start_limit:
             runtime.slots.limits.apply(plan.info, lenient=plan.adopted is not None)
-            slot = await runtime.slots.attach(slot, plan.info, runtime.nursery, runtime.settings.dns)
+            slot = await runtime.slots.attach(slot, plan.info, runtime.nursery, runtime.settings.dns, plan.tap)
             machine = await plan.start(slot)
             link = await _link_up(runtime, plan, machine)
         plan.info.pid = machine.pid

@@ -57,9 +57,11 @@ class SlotOwner:
         found = [path for path in sorted(self.directory.iterdir()) if path.is_dir()]
         return [self._slot(path) for path in found]
 
-    async def attach(self, slot: Slot, info: SandboxInfo, nursery: trio.Nursery, dns: str | None) -> Slot:
+    async def attach(
+        self, slot: Slot, info: SandboxInfo, nursery: trio.Nursery, dns: str | None, tap: bool = False
+    ) -> Slot:
         """The slot with the network its sandbox is described with. Raises HostNotReady."""
-        return await self.networks.attach(slot, info, nursery, upstream=dns or system_resolver())
+        return await self.networks.attach(slot, info, nursery, upstream=dns or system_resolver(), tap=tap)
 
     async def release(self, slot: Slot, keep: Path | None = None) -> None:
         """Give back a slot whose machine is gone: its network, its control group, its directory."""

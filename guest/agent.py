@@ -28,6 +28,7 @@ import time
 VERSION = "1.1"
 PROTOCOL = 1
 PORT_NAME = "forkd.agent"
+VSOCK_PORT = 52
 RECIPE = "/etc/forkd-recipe.env"
 IMAGE = "/.forkd/image.json"
 
@@ -1654,12 +1655,13 @@ class Worker:
 class Agent:
     """The link, the session and everything that runs."""
 
-    def __init__(self, fd, sync, machine, is_socket):
+    def __init__(self, fd, sync, machine, is_socket, vsock=False):
         self.fd = fd
         self.out_fd = fd
         self.sync = sync
         self.machine = machine
         self.is_socket = is_socket
+        self.vsock = vsock
         self.loop = Loop()
         self.env = {}
         self.workdir = "/"
@@ -1731,7 +1733,15 @@ class Agent:
             self.host_gone()
 
     def host_gone(self):
-        if self.is_socket:
+        if self.vsock:
+            self.end_session()
+            self.loop.unwatch(self.fd)
+            # The same number, so that nobody who holds it is wrong.
+            knocking = knock()
+            os.dup2(knocking, self.fd, inheritable=False)
+            os.close(knocking)
+            self.loop.watch(self.fd, select.EPOLLIN | select.EPOLLET, self.port_ready)
+        elif self.is_socket:
             for pid in list(self.procs) + list(self.workers):
                 kill_group(pid, signal.SIGKILL)
             raise SystemExit(0)
@@ -2415,6 +2425,25 @@ def find_port():
             events.recv(65536)
 
 
+def knock():
+    """A connection to the host over vsock: made by us, or, while nobody listens there, awaited from the host."""
+    try:
+        link = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+        link.connect((socket.VMADDR_CID_HOST, VSOCK_PORT))
+        return link.detach()
+    except OSError:
+        link.close()
+    with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as listener:
+        listener.bind((socket.VMADDR_CID_ANY, VSOCK_PORT))
+        listener.listen(1)
+        return listener.accept()[0].detach()
+
+
+def has_vsock():
+    with open("/proc/cmdline") as file:
+        return "forkd.vsock" in file.read().split()
+
+
 def find_sync():
     with open("/proc/cmdline") as file:
         for word in file.read().split():
@@ -2450,13 +2479,16 @@ def main(argv):
         except OSError as error:
             log("cannot bring up the loopback interface: %s" % error)
     is_socket = flags["--fd"] is not None
+    vsock = not is_socket and flags["--port"] is None and has_vsock()
     if is_socket:
         fd = int(flags["--fd"])
         os.set_inheritable(fd, False)
+    elif vsock:
+        fd = knock()
     else:
         fd = os.open(flags["--port"] or find_port(), os.O_RDWR | os.O_NOCTTY)
     machine = RecordingMachine() if flags["--no-host-effects"] else Machine()
-    agent = Agent(fd, bytes.fromhex(flags["--sync"] or find_sync()), machine, is_socket)
+    agent = Agent(fd, bytes.fromhex(flags["--sync"] or find_sync()), machine, is_socket, vsock)
     agent.catch_signals()
     try:
         agent.furnish(read_image(flags["--image"]))

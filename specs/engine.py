@@ -16,6 +16,8 @@ GHOST = "ghost"
 """Capability: the machine's RAM is privately mapped in one process, so a fork of that process freezes it."""
 TEMPLATE = "template"
 """Capability: a stopped machine can be cloned whole, device state and threads included."""
+IDLE_NIC = "idle_nic"
+"""Capability: a machine's network device may be connected to nothing; without it, it needs a tap always."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from forkd.ops.prewarm import prewarm
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
-from forkd.specs.engine import Machine, RestoreSpec, Slot
+from forkd.specs.engine import IDLE_NIC, Machine, RestoreSpec, Slot
 from forkd.specs.errors import BadInput, EngineError, ForkdError, GuestError, OutOfMemory, SnapshotNotReady
 from forkd.specs.memory import MemoryLease
 from forkd.specs.models import SandboxInfo
@@ -102,6 +102,7 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
     engine = runtime.engine(manifest.platform.engine)
     recipe = Recipe(manifest.content, manifest.agent_sync, engine, spec)
     has_device = manifest.hardware.network
+    tap = has_device and IDLE_NIC not in (await engine.describe()).capabilities
     notes = check_network(options.network, options.allow, has_device=has_device, root=runtime.slots.networks.root)
     spawn = _spawn(runtime, options)
     if options.needs_restore is None:
@@ -115,7 +116,7 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
         info.spawned_by = by
         if why is not None:
             info.warnings.append(f"restored, not cloned: {why}")
-        plan = Plan(info.id, start, manifest.agent_sync, info, stored, canary=canary)
+        plan = Plan(info.id, start, manifest.agent_sync, info, stored, canary=canary, tap=tap)
         if options.keep_workdir:
             plan = replace(plan, keep=runtime.settings.kept_dir / info.id)
             info.warnings.append(f"its work directory will be kept as {plan.keep}")

@@ -6,6 +6,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from forkd import __version__, config
@@ -14,7 +15,7 @@ from forkd.provision import KernelFiles
 from forkd.runtime import Progress, Runtime
 from forkd.sandbox import Plan, Sandbox, end_sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
-from forkd.specs.engine import BootSpec, Machine, Slot
+from forkd.specs.engine import IDLE_NIC, BootSpec, Machine, Slot
 from forkd.specs.errors import BadInput, EngineError, GuestError
 from forkd.specs.models import FileRef, Hardware, SandboxInfo, Snapshot
 from forkd.store.snapshots import Stored
@@ -44,7 +45,7 @@ def check_hardware(vcpus: int, mem_mib: int) -> Hardware:
         raise BadInput(
             f"{mem_mib} MiB of RAM are not possible", hint=f"give {config.MIN_MEM_MIB} to {config.MAX_MEM_MIB}"
         )
-    return Hardware(vcpus=vcpus, mem_mib=mem_mib, network=True)
+    return Hardware(vcpus=vcpus, mem_mib=mem_mib)
 
 
 async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress) -> Stored:
@@ -55,7 +56,10 @@ async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress
         engine = runtime.engine()
         here = await engine.describe()
         sync = secrets.token_hex(16)
-        boot = BootSpec(spec.kernel.kernel, spec.kernel.initrd, rootfs, spec.hardware, sync)
+        # Every parent can be networked later; a device that needs a tap needs root.
+        network = IDLE_NIC in here.capabilities or runtime.slots.networks.root
+        hardware = msgspec.structs.replace(spec.hardware, network=network)
+        boot = BootSpec(spec.kernel.kernel, spec.kernel.initrd, rootfs, hardware, sync)
         progress(f"booting ({here.platform.engine}, {here.platform.accelerator})", None)
         parent = await boot_machine(runtime, boot)
         try:
@@ -66,7 +70,7 @@ async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress
                     raise BadInput(f"warm-up {code!r} failed in the guest: {result.error}")
             await trio.sleep(spec.settle)
             progress("capturing", None)
-            captured = await capture_into_stage(parent, runtime.plugins.branch_mode("full"), stage, spec.hardware)
+            captured = await capture_into_stage(parent, runtime.plugins.branch_mode("full"), stage, hardware)
         finally:
             await end_sandbox(parent)
         manifest = Snapshot(
@@ -75,7 +79,7 @@ async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress
             created_at_unix=int(time.time()),
             forkd_version=__version__,
             platform=here.platform,
-            hardware=spec.hardware,
+            hardware=hardware,
             vmstate=captured.vmstate,
             memory=captured.memory,
             rootfs=spec.rootfs,
@@ -103,7 +107,8 @@ async def boot_machine(runtime: Runtime, spec: BootSpec) -> Sandbox:
             return await runtime.engine().boot(spec, slot)
 
         info = SandboxInfo(id=sandbox_id, snapshot_tag="", created_at_unix=int(time.time()), spawned_by="boot")
-        plan = Plan(sandbox_id, start, spec.agent_sync, info, None, runtime.settings.boot_timeout)
+        tap = spec.hardware.network and IDLE_NIC not in (await runtime.engine().describe()).capabilities
+        plan = Plan(sandbox_id, start, spec.agent_sync, info, None, runtime.settings.boot_timeout, tap=tap)
         try:
             sandbox: Sandbox = await runtime.nursery.start(run_sandbox, runtime, plan)
             return sandbox

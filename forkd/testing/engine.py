@@ -16,7 +16,18 @@ from forkd.guestlink import GuestLink, ResumeInfo
 from forkd.linux.mapping import read_maps
 from forkd.linux.process import start_time
 from forkd.specs.branch import MemoryView
-from forkd.specs.engine import GHOST, TEMPLATE, BootSpec, Engine, EngineContext, Machine, MemoryImage, RestoreSpec, Slot
+from forkd.specs.engine import (
+    GHOST,
+    IDLE_NIC,
+    TEMPLATE,
+    BootSpec,
+    Engine,
+    EngineContext,
+    Machine,
+    MemoryImage,
+    RestoreSpec,
+    Slot,
+)
 from forkd.specs.errors import ForkdError, LaunchFailed, MachineGone, SnapshotIncompatible
 from forkd.specs.hookspecs import EngineFactory
 from forkd.store.capture import StageSink
@@ -70,7 +81,7 @@ class EngineContract:
         info = await engine.describe()
         assert info.platform.engine == engine.name
         assert info.platform.engine_version
-        assert info.capabilities <= {GHOST, TEMPLATE}
+        assert info.capabilities <= {GHOST, TEMPLATE, IDLE_NIC}
         assert info.why
         assert await engine.describe() == info
 

@@ -13,7 +13,17 @@ from forkd.plugins.engine_qemu.command import Fds
 from forkd.plugins.engine_qemu.machine import AGENT_SOCKET, CONSOLE, QMP_SOCKET, Launch, QemuMachine, connect
 from forkd.plugins.engine_qemu.qmp import Qmp
 from forkd.plugins.engine_qemu.template import QemuTemplate
-from forkd.specs.engine import GHOST, TEMPLATE, BootSpec, EngineContext, EngineInfo, Machine, RestoreSpec, Slot
+from forkd.specs.engine import (
+    GHOST,
+    IDLE_NIC,
+    TEMPLATE,
+    BootSpec,
+    EngineContext,
+    EngineInfo,
+    Machine,
+    RestoreSpec,
+    Slot,
+)
 from forkd.specs.errors import MachineGone, SnapshotIncompatible, TemplateRefused
 from forkd.specs.models import Platform
 
@@ -49,7 +59,7 @@ class QemuEngine:
                 arch=host_platform.machine(),
                 tsc_khz=facts.tsc_khz,
             )
-            capabilities = {GHOST, TEMPLATE} if accel == "tcg" else {GHOST}
+            capabilities = {GHOST, IDLE_NIC, TEMPLATE} if accel == "tcg" else {GHOST, IDLE_NIC}
             self._info = EngineInfo(platform, frozenset(capabilities), why)
         return self._info
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from forkd.linux.hostprobe import HostProbe
+from forkd.plugins.engine_firecracker.engine import FirecrackerEngine
 from forkd.plugins.engine_qemu.engine import QemuEngine
 from forkd.provision import find_kernel
 from forkd.specs.engine import BootSpec
@@ -17,6 +19,7 @@ from forkd.testing.engine import EngineContract
 from forkd.testing.template import TemplateContract
 
 pytestmark = pytest.mark.vm
+NO_FIRECRACKER = FirecrackerEngine.why_not(HostProbe())
 
 
 @pytest.fixture(scope="class")
@@ -24,6 +27,15 @@ def boot_spec(data_dir: Path) -> BootSpec:
     kernel = trio.run(find_kernel, data_dir)
     rootfs = next((data_dir / "rootfs").glob("*.ext4"))
     return BootSpec(kernel.kernel, kernel.initrd, rootfs, Hardware(vcpus=1, mem_mib=256), secrets.token_hex(16))
+
+
+@pytest.mark.kvm
+@pytest.mark.skipif(NO_FIRECRACKER is not None, reason=str(NO_FIRECRACKER))
+class TestFirecracker(EngineContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engine_factory(cls) -> EngineFactory:
+        return FirecrackerEngine
 
 
 class TestQemu(EngineContract):

@@ -1,0 +1,111 @@
+"""A client for Firecracker's API: HTTP/1.1 on a unix socket, one request at a time, one connection for all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import trio
+
+from forkd.specs.errors import EngineError, MachineGone
+
+MAX_ANSWER = 1 << 20
+TIMEOUT = 30.0
+
+
+class ApiClosed(MachineGone):
+    """Firecracker closed its API socket: it has ended, or is about to."""
+
+    code = "api_closed"
+
+
+class ApiRefused(EngineError):
+    """Firecracker answered a request with an error."""
+
+    code = "api_refused"
+
+
+class Api:
+    """Requests are serialised by a lock; a cancelled one closes the connection, as its answer would be another's."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+        self._lock = trio.Lock()
+        self._buffer = bytearray()
+
+    async def put(self, path: str, body: dict[str, Any], timeout: float = TIMEOUT) -> None:
+        """Configure or do something. Raises ApiRefused with Firecracker's own words, ApiClosed, EngineError."""
+        await self._request("PUT", path, body, timeout)
+
+    async def patch(self, path: str, body: dict[str, Any], timeout: float = TIMEOUT) -> None:
+        """Change something; raises as ``put`` does."""
+        await self._request("PATCH", path, body, timeout)
+
+    async def aclose(self) -> None:
+        """Close the connection; Firecracker goes on."""
+        await self._stream.aclose()
+
+    async def _request(self, method: str, path: str, body: dict[str, Any], timeout: float) -> None:
+        payload = json.dumps(body, separators=(",", ":")).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        async with self._lock:
+            whole = False
+            try:
+                with trio.move_on_after(timeout):
+                    await self._send(head.encode() + payload)
+                    status, answer = await self._answer()
+                    whole = True
+            finally:
+                if not whole:
+                    await trio.aclose_forcefully(self._stream)
+        if not whole:
+            raise EngineError(f"Firecracker did not answer {method} {path} within {timeout:g} s")
+        if not 200 <= status < 300:
+            raise ApiRefused(f"Firecracker refused {method} {path}: {_fault(answer)}", http=status)
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            await self._stream.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ApiClosed("Firecracker closed its API socket") from error
+
+    async def _answer(self) -> tuple[int, bytes]:
+        """Status and body; answers of class 1xx are passed over."""
+        while True:
+            while (end := self._buffer.find(b"\r\n\r\n")) < 0:
+                await self._more()
+            lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
+            del self._buffer[: end + 4]
+            words = lines[0].split(" ", 2)
+            if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
+                raise EngineError(f"Firecracker answered {lines[0][:80]!r}, which is not HTTP")
+            fields = (line.partition(":") for line in lines[1:])
+            headers = {name.strip().lower(): value.strip() for name, _, value in fields}
+            size = headers.get("content-length", "0")
+            if not size.isdigit() or int(size) > MAX_ANSWER:
+                raise EngineError(f"Firecracker announced an answer of {size[:40]!r} bytes")
+            while len(self._buffer) < int(size):
+                await self._more()
+            body = bytes(self._buffer[: int(size)])
+            del self._buffer[: int(size)]
+            if int(words[1]) >= 200:
+                return int(words[1]), body
+
+    async def _more(self) -> None:
+        if len(self._buffer) > MAX_ANSWER:
+            raise EngineError("Firecracker sent an answer without end")
+        try:
+            chunk = await self._stream.receive_some(65536)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ApiClosed("Firecracker closed its API socket") from error
+        if not chunk:
+            raise ApiClosed("Firecracker closed its API socket")
+        self._buffer += chunk
+
+
+def _fault(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["fault_message"])[:2000]
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace") or "no reason given"

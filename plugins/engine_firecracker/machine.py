@@ -1,0 +1,342 @@
+"""One Firecracker process: started, controlled over its API, ended for certain."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import trio
+
+from forkd.linux.inotify import wait_for_file
+from forkd.linux.mapping import find_ram
+from forkd.linux.process import ProcessHandle
+from forkd.plugins.engine_firecracker.api import Api, ApiClosed, ApiRefused
+from forkd.plugins.engine_firecracker.requests import AGENT_PORT, VSOCK, Request, save_request, state_request
+from forkd.specs.engine import RamRegion, Slot
+from forkd.specs.errors import EngineError, LaunchFailed, MachineGone
+
+API_SOCKET = "api.sock"
+LOG = "vmm.log"
+CONSOLE = "console.log"
+TAIL = 2000
+SAVE_TIMEOUT = 60.0
+DIAL_TIMEOUT = 5.0
+MAX_GREETING = 64
+LAST_BREATH = 2.0
+MAGIC = 0x0710_1984_8664_0000.to_bytes(8, "little")
+"""How device state of an x86_64 Firecracker begins."""
+
+
+class AgentStream(trio.abc.Stream):
+    """The agent channel: the guest connects by itself, so whoever first uses the stream waits for it to come."""
+
+    def __init__(self, listener: socket.socket, stream: trio.SocketStream | None = None) -> None:
+        self._listener = trio.socket.from_stdlib_socket(listener)
+        self._stream = stream
+        self._lock = trio.Lock()
+        self._closed = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send, once the guest is there."""
+        await (await self._connected()).send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """Wait for the guest, and for room."""
+        await (await self._connected()).wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """Receive, once the guest is there."""
+        return await (await self._connected()).receive_some(max_bytes)
+
+    async def aclose(self) -> None:
+        """Close it; who waits for the guest gets ClosedResourceError."""
+        self._closed = True
+        self._listener.close()
+        if self._stream is not None:
+            await self._stream.aclose()
+        await trio.lowlevel.checkpoint()
+
+    async def _connected(self) -> trio.SocketStream:
+        async with self._lock:
+            if self._closed:
+                raise trio.ClosedResourceError
+            if self._stream is None:
+                try:
+                    accepted, _ = await self._listener.accept()
+                except OSError as error:
+                    raise trio.BrokenResourceError(str(error)) from error
+                self._stream = trio.SocketStream(accepted)
+                self._listener.close()  # one link a machine: a guest that connects again reaches nobody
+            return self._stream
+
+
+class FirecrackerMachine:
+    """A running Firecracker. Its working directory is its slot, by which ``forkd cleanup`` finds it if all is lost."""
+
+    def __init__(
+        self, process: ProcessHandle, api: Api, agent: trio.abc.Stream, root: Path, ram: str | None, size: int | None
+    ) -> None:
+        self._process = process
+        self._api = api
+        self._agent = agent
+        self._root = root
+        self._ram = ram
+        self._size = size
+
+    @property
+    def pid(self) -> int:
+        """Firecracker's process id."""
+        return self._process.pid
+
+    @property
+    def agent(self) -> trio.abc.Stream:
+        """The host end of the guest's vsock connection."""
+        return self._agent
+
+    async def pause(self) -> None:
+        """Stop the virtual CPUs."""
+        await self._send(state_request(paused=True))
+
+    async def resume(self) -> None:
+        """Let them run."""
+        await self._send(state_request(paused=False))
+
+    async def save_devices(self, target: Path) -> None:
+        """Device state alone: Firecracker writes it before it opens the memory file, which here it cannot use.
+
+        Where a version does it otherwise, all of memory goes to a file that is thrown away (decisions/0003).
+        """
+        name = f"{target.name}.part"
+        staged = self._root / name
+        try:
+            await self._send(save_request(name), SAVE_TIMEOUT)
+        except ApiRefused as error:
+            if "memory" not in error.message.lower():
+                raise
+        if not _is_state(staged):
+            await self._save_with_memory(name)
+        shutil.move(staged, target)
+
+    async def _save_with_memory(self, name: str) -> None:
+        memory = self._root / "discarded.mem"
+        try:
+            await self._send(save_request(name, memory.name), SAVE_TIMEOUT)
+        finally:
+            memory.unlink(missing_ok=True)
+        if not _is_state(self._root / name):
+            raise EngineError("Firecracker wrote no device state that is understood")
+
+    def ram(self) -> list[RamRegion]:
+        """Guest RAM: a private mapping of the image, or, after a boot, the one mapping of its size."""
+        try:
+            return [RamRegion(*region) for region in find_ram(self.pid, self._ram, self._size)]
+        except OSError as error:
+            raise MachineGone(f"VMM {self.pid} has no RAM mapping to read: {error}") from error
+
+    async def wait(self) -> str:
+        """Wait for Firecracker's end."""
+        status = await self._process.wait()
+        return f"Firecracker {self.pid} {describe_exit(status)}{last_words(self._root)}"
+
+    async def kill(self) -> None:
+        """SIGKILL, then wait until the kernel says it is gone."""
+        with trio.CancelScope(shield=True):
+            self._process.kill()
+            await self._process.wait()
+            await self._api.aclose()
+            await self._agent.aclose()
+
+    async def _send(self, request: Request, timeout: float = 30.0) -> None:
+        try:
+            await send(self._api, request, timeout)
+        except ApiClosed as error:
+            raise MachineGone(f"Firecracker {self.pid} is gone{last_words(self._root)}") from error
+
+
+class Launch:
+    """Phases: ``prepare`` the agent's socket, ``start`` the process, ``connect`` to its API; ``undo`` at any point."""
+
+    def __init__(self, slot: Slot, root: Path) -> None:
+        self.slot = slot
+        self.root = root
+        self.command: list[str] = []
+        self._process: ProcessHandle | None = None
+        self._listener: socket.socket | None = None
+        self._api: Api | None = None
+
+    def prepare(self, uid: int | None) -> None:
+        """Listen where the guest will knock."""
+        self._listener = listen(self.root, f"{VSOCK}_{AGENT_PORT}", uid)
+
+    def start(self, command: list[str], *, keep_console: bool) -> None:
+        """Run Firecracker in its slot; a booting guest's console is kept, a restored one's is not (it has no bound)."""
+        self.command = command
+        try:
+            with (
+                open(self.root / LOG, "wb") as log,
+                open(self.root / CONSOLE if keep_console else os.devnull, "wb") as out,
+            ):
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=log,
+                    cwd=self.root,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LaunchFailed(f"Firecracker could not be started: {error}\ncommand: {shlex.join(command)}") from error
+        self._process = ProcessHandle.of_child(child)
+        self.slot.admit(child.pid)
+
+    async def connect(self) -> Api:
+        """Reach the API as soon as its socket is there. Raises LaunchFailed if the process ends before."""
+        assert self._process is not None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._until_dead, nursery.cancel_scope)
+            stream = await reach(self.root, API_SOCKET)
+            self._api = Api(stream)
+            nursery.cancel_scope.cancel()
+        if self._api is None:
+            raise self.failure("it ended before its API was there")
+        return self._api
+
+    async def configure(self, requests: list[Request]) -> None:
+        """Send requests in order. Raises LaunchFailed that tells the whole story."""
+        assert self._api is not None
+        for request in requests:
+            try:
+                await send(self._api, request, SAVE_TIMEOUT)
+            except EngineError as error:
+                if isinstance(error, ApiClosed) and self._process is not None:
+                    with trio.move_on_after(LAST_BREATH):  # a process that closes its socket is about to say why
+                        await self._process.wait()
+                raise self.failure(error.message) from error
+
+    def machine(self, ram: str | None, size: int) -> FirecrackerMachine:
+        """What the launch made."""
+        assert self._process is not None and self._api is not None and self._listener is not None
+        return FirecrackerMachine(self._process, self._api, AgentStream(self._listener), self.root, ram, size)
+
+    async def undo(self) -> None:
+        """End the process, if there is one, and close what is open."""
+        with trio.CancelScope(shield=True):
+            if self._process is not None:
+                self._process.kill()
+                await self._process.wait()
+            if self._api is not None:
+                await self._api.aclose()
+        if self._listener is not None:
+            self._listener.close()
+
+    def failure(self, why: str) -> LaunchFailed:
+        """The one error for a failed launch: exit code, command line, last words."""
+        status = self._process.poll() if self._process is not None else None
+        how = describe_exit(status) if status is not None else "gave up"
+        return LaunchFailed(
+            f"Firecracker {how} at launch ({why}){last_words(self.root)}\ncommand: {shlex.join(self.command)}"
+        )
+
+    async def _until_dead(self, cancel: trio.CancelScope) -> None:
+        assert self._process is not None
+        await self._process.wait()
+        cancel.cancel()
+
+
+async def send(api: Api, request: Request, timeout: float) -> None:
+    """Send one request of the table."""
+    method, path, body = request
+    await (api.put if method == "PUT" else api.patch)(path, body, timeout)
+
+
+def last_words(root: Path) -> str:
+    """The end of Firecracker's own messages and of the guest's console, for an error's text."""
+    words = ""
+    for name, what in ((LOG, "Firecracker said"), (CONSOLE, "console ended with")):
+        try:
+            text = (root / name).read_bytes()[-TAIL:].decode(errors="replace")
+        except OSError:
+            continue
+        if lines := [line for line in text.splitlines() if line.strip()]:
+            words += f"\n{what}: " + "\n  ".join(lines)
+    return words
+
+
+def describe_exit(status: int | None) -> str:
+    """How a process ended, in words; None means it was not our child to ask."""
+    if status is None:
+        return "ended"
+    return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
+
+
+def _is_state(path: Path) -> bool:
+    try:
+        with open(path, "rb") as source:
+            return source.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def listen(directory: Path, name: str, uid: int | None) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.setblocking(False)
+    folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Through /proc the address stays short however deep the slot is.
+        (directory / name).unlink(missing_ok=True)
+        listener.bind(f"/proc/self/fd/{folder}/{name}")
+        listener.listen(1)
+        if uid is not None:
+            os.chown(directory / name, uid, uid)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.close(folder)
+    return listener
+
+
+async def dial_guest(root: Path) -> trio.SocketStream | None:
+    """Connect to a guest that has lost its host and waits on its own port; None if it does not (it will knock)."""
+    try:
+        stream = await reach(root, VSOCK)
+    except ConnectionRefusedError:
+        return None
+    with trio.move_on_after(DIAL_TIMEOUT):
+        try:
+            await stream.send_all(f"CONNECT {AGENT_PORT}\n".encode())
+            answer = b""
+            while not answer.endswith(b"\n") and len(answer) < MAX_GREETING:
+                if not (byte := await stream.receive_some(1)):
+                    break
+                answer += byte
+            if answer.startswith(b"OK "):
+                return stream
+        except trio.BrokenResourceError:
+            pass
+    await trio.aclose_forcefully(stream)
+    return None
+
+
+async def reach(directory: Path, name: str) -> trio.SocketStream:
+    """Connect to a socket that is about to be made: bound first, and listening an instant later."""
+    await wait_for_file(directory / name)
+    folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
+            sock = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                await sock.connect(f"/proc/self/fd/{folder}/{name}")
+                return trio.SocketStream(sock)
+            except ConnectionRefusedError:
+                sock.close()
+                await trio.sleep(0.0005)
+            except BaseException:
+                sock.close()
+                raise
+    finally:
+        os.close(folder)
