@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow setup deps lint unit vm binary test-binary docs bench bench-branch clean
+.PHONY: demo test test-slow setup deps lint unit vm binary test-binary docs bench bench-binary bench-branch clean
 
 demo: setup
 	$(BIN)/forkd quickstart -n 10
@@ -45,12 +45,16 @@ dist/forkd: $(READY) $(shell find -L forkd packaging/forkd.spec build -name '*.p
 
 test-binary: dist/forkd  ## the CLI and VM cases again, on the binary
 	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q tests/binary tests/vm tests/unit/cli
+	$(BIN)/python -m pytest -q -m slow tests/binary
 
 docs: setup  ## write what is generated: CLI and API reference, examples of the plugin guide, man page
 	$(BIN)/python build/docs.py
 
 bench: setup
 	$(BIN)/python tests/bench/fork.py
+
+bench-binary: dist/forkd
+	$(BIN)/python tests/bench/binary.py
 
 bench-branch: setup  ## pause and total time of every mode, against QEMU's own; writes docs/branch-bench.json and .png
 	$(BIN)/pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'

@@ -67,11 +67,22 @@ def forkd(data_dir: Path) -> Forkd:
 
 
 @pytest.fixture
-async def controller(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncController]:
-    """A controller over the app hosted in the test's own loop; its sandboxes end with the test."""
+async def controller(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncController]:
+    """A controller over the app hosted in the test's own loop, or over a daemon of the binary under test.
+
+    Its sandboxes end with the test.
+    """
     from forkd.sdk.inprocess import hosted_app
 
     monkeypatch.setenv("FORKD_DATA_DIR", str(data_dir))
+    if BINARY:
+        daemon = Daemon(data_dir, tmp_path / "controller.log", "--end-sandboxes")
+        try:
+            async with AsyncController(daemon.url, timeout=None) as made:
+                yield made
+        finally:
+            daemon.stop()
+        return
     async with (
         hosted_app() as transport,
         AsyncController("http://forkd", timeout=None, transport=transport) as made,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 if TYPE_CHECKING:
+    import trio
+
     from forkd.sdk.async_controller import AsyncController, OnProgress
 
 T = TypeVar("T")
@@ -59,8 +62,16 @@ def with_controller(work: Callable[[AsyncController], Awaitable[T]]) -> T:
     meta = context.meta if context is not None else {}
 
     async def main() -> T:
-        async with find_controller(meta.get(URL), meta.get(TOKEN)) as controller:
-            return await work(controller)
+        done: list[T] = []
+        async with trio.open_nursery() as watch:
+            with trio.CancelScope() as scope:
+                watch.start_soon(_cancel_on_interrupt, scope)
+                async with find_controller(meta.get(URL), meta.get(TOKEN)) as controller:
+                    done.append(await work(controller))
+            watch.cancel_scope.cancel()
+        if not done:
+            raise KeyboardInterrupt
+        return done[0]
 
     try:
         return trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
@@ -69,6 +80,22 @@ def with_controller(work: Callable[[AsyncController], Awaitable[T]]) -> T:
     except* (ControllerError, ForkdError) as group:
         fail(first_of(group))
     raise AssertionError("unreachable")
+
+
+async def _cancel_on_interrupt(scope: trio.CancelScope) -> None:
+    """Ctrl-C ends the work as a cancellation, so that it tidies up; another one, a second later or more, ends us hard.
+
+    Not sooner: the one-file binary gets every Ctrl-C twice, from the terminal and from its launcher.
+    """
+    import trio
+
+    with trio.open_signal_receiver(signal.SIGINT) as signals:
+        async for _ in signals:
+            if not scope.cancel_called:
+                scope.cancel()
+                patience = trio.current_time() + 1
+            elif trio.current_time() > patience:
+                os._exit(130)
 
 
 def local_reference(reference: str) -> str:
