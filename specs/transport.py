@@ -51,6 +51,12 @@ class HubTransport(Protocol):
     async def blob_size(self, place: Place, sha256: str) -> int | None:
         """The size of a blob that is there, or None."""
 
+    async def mount_blob(self, place: Place, sha256: str, other: str) -> bool:
+        """Make a blob of the package ``other`` of the same registry one of this package too, without sending it.
+
+        Whether that was done. Registries where all packages share their blobs have nothing to do: False.
+        """
+
     def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """The blob's bytes from ``offset`` to ``size``, never more; the caller closes the iterator."""
 

@@ -79,6 +79,7 @@ async def push(runtime: Runtime, request: PushRequest, progress: ByteProgress) -
     update = partial(_updated, ref=ref, description=request.description, entry=entry)
     sizes = {blob.sha256: blob.stored for blob in blobs}
     await transport.publish(place, ref.version, document, sizes, update)
+    runtime.blobs.note_package(place.base, place.package)
     runtime.observe("push", tag=request.tag, to=str(ref))
     return {
         "tag": request.tag,
@@ -103,15 +104,26 @@ async def _absent(
     async with metered(progress, "packing", sum(source.bytes for source in sources)) as meter:
         for source in sources:
             known = runtime.blobs.known(source.digest, source.size)
-            if known is not None and await transport.blob_size(place, known.sha256) == known.stored:
+            if known is not None and await _is_there(runtime, transport, place, known):
                 blobs.append(msgspec.structs.replace(known, kind=source.kind))
                 meter.add(source.bytes)
                 continue
             blob = await ensure_blob(runtime, source, meter)
             blobs.append(blob)
-            if await transport.blob_size(place, blob.sha256) != blob.stored:
+            asked_already = known is not None and known.sha256 == blob.sha256
+            if asked_already or not await _is_there(runtime, transport, place, blob):
                 absent.append(blob)
     return blobs, absent
+
+
+async def _is_there(runtime: Runtime, transport: HubTransport, place: Place, blob: Blob) -> bool:
+    """Whether the package has a blob, or has it now from another package of the registry that we know of."""
+    if await transport.blob_size(place, blob.sha256) == blob.stored:
+        return True
+    for other in runtime.blobs.packages(place.base):
+        if other != place.package and await transport.mount_blob(place, blob.sha256, other):
+            return True
+    return False
 
 
 async def _send_blob(runtime: Runtime, transport: HubTransport, place: Place, blob: Blob, meter: Meter) -> None:
@@ -217,6 +229,7 @@ async def _pull_package(
     async with metered(progress, "fetching", sum(blob.stored for blob in wanted)) as meter:
         await _each(wanted, lambda blob: _fetch_blob(runtime, transport, place, blob, meter))
     result = await _install(runtime, planned, str(ref), progress)
+    runtime.blobs.note_package(place.base, place.package)
     return {**result, "from": str(ref), "fetched_bytes": sum(blob.stored for blob in wanted) - already}
 
 

@@ -20,6 +20,7 @@ from forkd.store.locks import FileLock, is_held
 PART = ".part-"
 STAGE = ".stage-"
 RECENT_SECONDS = 3600.0
+MAX_PACKAGES = 8
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -89,6 +90,26 @@ class BlobStore:
         self.root.mkdir(parents=True, exist_ok=True)
         plain = msgspec.structs.replace(blob, inside=True)
         files.write_durably(self._record(blob.digest), msgspec.json.encode(plain))
+
+    def packages(self, base: str) -> list[str]:
+        """Packages of a registry that were pushed or pulled from here, the latest first: blobs may be found there."""
+        try:
+            return msgspec.json.decode(self._places().read_bytes(), type=dict[str, list[str]]).get(base, [])
+        except (OSError, msgspec.MsgspecError):
+            return []
+
+    def note_package(self, base: str, package: str) -> None:
+        """Remember a package of a registry."""
+        try:
+            found = msgspec.json.decode(self._places().read_bytes(), type=dict[str, list[str]])
+        except (OSError, msgspec.MsgspecError):
+            found = {}
+        found[base] = [package, *(other for other in found.get(base, []) if other != package)][:MAX_PACKAGES]
+        self.root.mkdir(parents=True, exist_ok=True)
+        files.write_durably(self._places(), msgspec.json.encode(found))
+
+    def _places(self) -> Path:
+        return self.root / "places.json"
 
     def _record(self, digest: str) -> Path:
         return self.root / f"{hashlib.sha256(digest.encode()).hexdigest()[:32]}.json"

@@ -80,6 +80,16 @@ class HubTransportContract:
         name = await self.put(transport, place, blob)
         assert await read_all(transport.read_blob(place, name, len(blob))) == blob
 
+    async def test_a_blob_of_one_package_need_not_be_sent_again_for_another(
+        self, transport: HubTransport, place: Place, blob: bytes
+    ) -> None:
+        name = await self.put(transport, place, blob)
+        other = Place(place.base, "acme/other")
+        mounted = await transport.mount_blob(other, name, place.package)
+        assert mounted or await transport.blob_size(other, name) == len(blob)
+        assert await read_all(transport.read_blob(other, name, len(blob))) == blob
+        assert not await transport.mount_blob(other, digest_of(b"never sent"), place.package)
+
     async def test_what_is_not_there_is_said_so(self, transport: HubTransport, place: Place, blob: bytes) -> None:
         await self.put(transport, place, b"something else")  # so that the registry and the package are there
         assert await transport.blob_size(place, digest_of(blob)) is None

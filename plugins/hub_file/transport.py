@@ -47,6 +47,10 @@ class FileTransport:
         except OSError as error:
             raise _translated(_blob(place, sha256), error) from error
 
+    async def mount_blob(self, place: Place, sha256: str, other: str) -> bool:
+        """All packages share their blobs."""
+        return False
+
     async def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """The file's bytes."""
         path = _blob(place, sha256)

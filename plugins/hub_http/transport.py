@@ -41,6 +41,10 @@ class HttpTransport:
             raise TransferError(f"{url} does not say how large it is")
         return int(size)
 
+    async def mount_blob(self, place: Place, sha256: str, other: str) -> bool:
+        """All packages share their blobs."""
+        return False
+
     def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """GET with Range."""
         return self._http.read(_blob(place, sha256), LoginAuth(place.login), offset, size)

@@ -69,6 +69,18 @@ class OciTransport:
         size = answer.headers.get("content-length", "")
         return int(size) if answer.status == 200 and size.isdigit() else None
 
+    async def mount_blob(self, place: Place, sha256: str, other: str) -> bool:
+        """A cross-repository mount; the upload that is opened instead where it fails is given up."""
+        if not _REPOSITORY.fullmatch(other):
+            return False
+        auth = OciAuth(self._http, place.login)
+        url = f"{_repository(place)}/blobs/uploads/?mount=sha256:{sha256}&from={other}"
+        answer = await self._http.request("POST", url, auth, accept=(201, 202))
+        location = urljoin(answer.url, answer.headers.get("location", ""))
+        if answer.status == 202 and urlsplit(location)[:2] == urlsplit(answer.url)[:2]:
+            await self._http.request("DELETE", location, auth, accept=(200, 202, 204, 404, 405))
+        return answer.status == 201
+
     def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """GET with Range."""
         url = f"{_repository(place)}/blobs/sha256:{sha256}"

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from hub_support import running_nginx
-from oci_support import running_registry
 
 from forkd.plugins.hub_file.transport import FileTransport
 from forkd.plugins.hub_http.transport import HttpTransport
@@ -18,6 +13,8 @@ from forkd.plugins.hub_oci.transport import OciTransport
 from forkd.specs.errors import BadInput, NotFound, Unauthorized
 from forkd.specs.transport import HubTransport, Login, Place
 from forkd.testing.hub import HubTransportContract, body_of, digest_of, read_all
+from tests.hub_support import running_nginx
+from tests.oci_support import running_registry
 
 
 class TestDirectory(HubTransportContract):

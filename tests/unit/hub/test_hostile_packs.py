@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
-import sys
 import tarfile
 import tomllib
 from collections.abc import Callable
@@ -19,9 +18,6 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from hub_support import add_snapshot, quiet, runtime_at, tree
-
 from forkd.hub import glue, manifest, pack, signatures, sparsestream
 from forkd.ops.pack import pack as make_pack
 from forkd.ops.unpack import unpack
@@ -31,6 +27,7 @@ from forkd.specs.models import Snapshot
 from forkd.specs.packs import PackManifest
 from forkd.specs.requests import PackRequest, UnpackRequest
 from forkd.store.snapshots import content_id
+from tests.hub_support import add_snapshot, quiet, runtime_at, tree
 
 Table = dict[str, Any]
 Change = Callable[[Table, dict[str, bytes]], None]

@@ -16,9 +16,6 @@ import httpx
 import pytest
 import trio
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from hub_support import Faulty, add_snapshot, faulty_server, quiet, runtime_at, tree
-
 from forkd.httpclient import Patience
 from forkd.ops.hub import check, list_packages
 from forkd.ops.pack import pack
@@ -29,6 +26,7 @@ from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput, NotFound, PackError, TagTaken, TransferError, Unauthorized
 from forkd.specs.requests import PackRequest, PullRequest, PushRequest, UnpackRequest
 from forkd.store.chain import resolve
+from tests.hub_support import Faulty, add_snapshot, faulty_server, quiet, runtime_at, tree
 
 HASTY = Patience(attempts=4, first_delay=0.01, longest_delay=0.05, connect=5, silence=1)
 
@@ -417,9 +415,8 @@ async def test_a_host_serves_its_own_snapshots_to_others(maker: Runtime, taker: 
 
 KILLED = """
 import sys, trio
-sys.path.insert(0, {support!r})
 from pathlib import Path
-from hub_support import quiet, runtime_at
+from tests.hub_support import quiet, runtime_at
 from forkd.ops.transfer import pull
 from forkd.specs.requests import PullRequest
 
@@ -456,7 +453,7 @@ async def test_a_pull_killed_at_random_moments_ends_right_and_leaves_nothing(
 
     killed = 0
     with faulty_server(tmp_path / "hub", slowly) as server:
-        script = KILLED.format(support=str(Path(__file__).parents[2]), data=str(data), hub=server.url)
+        script = KILLED.format(support=str(Path(__file__).parents[3]), data=str(data), hub=server.url)
 
         def attempt(seconds: float | None) -> int:
             child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)

@@ -1,0 +1,76 @@
+"""Packing and unpacking a warmed parent, beside ``zstd -T2`` on the same files in the same run; prints ratios and peak RSS.
+
+Run it alone: ``python tests/bench/hub.py [DATA_DIR [TAG]]``; the data directory is only read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LEVEL = 3
+ROUNDS = 3
+
+
+def run(*command: str, env: dict[str, str] | None = None) -> tuple[float, float]:
+    """Seconds and peak RSS in MiB of a command."""
+    began = time.monotonic()
+    pid = os.posix_spawnp(command[0], command, {**os.environ, **(env or {})}, file_actions=[
+        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0), (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+    ])  # fmt: skip
+    _, status, usage = os.wait4(pid, 0)
+    assert status == 0, command
+    return time.monotonic() - began, usage.ru_maxrss / 1024
+
+
+def physical(path: Path) -> float:
+    return path.stat().st_blocks * 512 / (1 << 20)
+
+
+def main() -> None:
+    data = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".work/test-data").absolute()
+    tag = sys.argv[2] if len(sys.argv) > 2 else "python-numpy"
+    memory = data / "snapshots" / tag / "memory.bin"
+    forkd = [sys.executable, "-m", "forkd"]
+    with tempfile.TemporaryDirectory(dir=data.parent) as name:
+        work = Path(name)
+        host, there = work / "host", work / "there"
+        host.mkdir()
+        for part in ("snapshots", "rootfs", "cache"):
+            (host / part).symlink_to(data / part)
+        out = work / f"{tag}.forkd-snapshot.tar.zst"
+        idle = statistics.median(run(*forkd, "images", env={"FORKD_DATA_DIR": str(host)})[0] for _ in range(ROUNDS))
+        rows: dict[str, list[tuple[float, float]]] = {"zstd": [], "pack": [], "unpack": []}
+        run("cat", str(memory))
+        for _ in range(ROUNDS):
+            disks = sorted({path.resolve() for path in (host / "rootfs").glob("*.ext4") if physical(path)})
+            seconds = 0.0
+            for path in (memory, *disks):
+                spent, _ = run("zstd", f"-{LEVEL}", "-T2", "-q", "-f", "-o", str(work / "zstd.out"), str(path))
+                seconds += spent
+            rows["zstd"].append((seconds, 0))
+            shutil.rmtree(host / "blobs", ignore_errors=True)
+            rows["pack"].append(run(*forkd, "pack", "--tag", tag, "-o", str(out), env={"FORKD_DATA_DIR": str(host)}))
+            shutil.rmtree(there, ignore_errors=True)
+            rows["unpack"].append(run(*forkd, "unpack", str(out), env={"FORKD_DATA_DIR": str(there)}))
+        size, ram = out.stat().st_size, memory.stat().st_size
+        zstd, pack, unpack = (statistics.median(seconds for seconds, _ in rows[name]) for name in rows)
+        print(f"memory {ram >> 20} MiB, on disk {physical(memory):.0f} MiB; disks {sum(map(physical, disks)):.0f} MiB")
+        print(f"pack {size / (1 << 20):.1f} MiB: {ram / size:.1f} times smaller than RAM")
+        print(f"zstd -{LEVEL} -T2  {zstd:.2f} s")
+        print(
+            f"forkd pack    {pack:.2f} s, of which {idle:.2f} s are any forkd command's; peak {max(r for _, r in rows['pack']):.0f} MiB"
+        )
+        print(f"forkd unpack  {unpack:.2f} s; peak {max(r for _, r in rows['unpack']):.0f} MiB")
+        print(
+            f"throughput of pack / zstd: {zstd / pack:.2f} as commands, {zstd / (pack - idle):.2f} without starting Python"
+        )
+
+
+main()
