@@ -1,4 +1,4 @@
-"""Packing and unpacking a warmed parent, beside ``zstd -T2`` on the same files in the same run; prints ratios and peak RSS.
+"""Packing and unpacking a warmed parent, beside ``zstd -T2`` on the same files in the same run; and peak RSS.
 
 Run it alone: ``python tests/bench/hub.py [DATA_DIR [TAG]]``; the data directory is only read.
 """
@@ -64,13 +64,10 @@ def main() -> None:
         print(f"memory {ram >> 20} MiB, on disk {physical(memory):.0f} MiB; disks {sum(map(physical, disks)):.0f} MiB")
         print(f"pack {size / (1 << 20):.1f} MiB: {ram / size:.1f} times smaller than RAM")
         print(f"zstd -{LEVEL} -T2  {zstd:.2f} s")
-        print(
-            f"forkd pack    {pack:.2f} s, of which {idle:.2f} s are any forkd command's; peak {max(r for _, r in rows['pack']):.0f} MiB"
-        )
-        print(f"forkd unpack  {unpack:.2f} s; peak {max(r for _, r in rows['unpack']):.0f} MiB")
-        print(
-            f"throughput of pack / zstd: {zstd / pack:.2f} as commands, {zstd / (pack - idle):.2f} without starting Python"
-        )
+        peaks = {name: max(peak for _, peak in rows[name]) for name in rows}
+        print(f"forkd pack    {pack:.2f} s, {idle:.2f} s of it any command's; peak {peaks['pack']:.0f} MiB")
+        print(f"forkd unpack  {unpack:.2f} s; peak {peaks['unpack']:.0f} MiB")
+        print(f"throughput of pack / zstd: {zstd / pack:.2f}; without Python's start {zstd / (pack - idle):.2f}")
 
 
 main()

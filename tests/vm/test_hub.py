@@ -109,7 +109,7 @@ def test_a_daemon_is_a_registry_for_other_hosts(
     data_dir: Path, start_daemon: Callable[..., Any], tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("open-sesame\n")
+    tokens.write_text("0f1e2d3c4b5a69788796a5b4c3d2e1f0\n")
     tokens.chmod(0o600)
     daemon = start_daemon(data_dir, "--token-file", str(tokens))
     hub, there = f"{daemon.url}/hub", tmp_path / "there"
@@ -118,7 +118,7 @@ def test_a_daemon_is_a_registry_for_other_hosts(
     refused = run_forkd(there, "pull", f"local/{PARENT}", "--hub", hub, env=local)
     assert refused.returncode == 1
     assert "hub login" in refused.stderr
-    env = {"FORKD_HUB_URL": hub, "FORKD_HUB_TOKEN": "open-sesame", **local}
+    env = {"FORKD_HUB_URL": hub, "FORKD_HUB_TOKEN": "0f1e2d3c4b5a69788796a5b4c3d2e1f0", **local}
     assert f"local/{PARENT}" in [row["package"] for row in ask(there, "hub", "ls", env=env)]
     pulled = ask(there, "pull", f"local/{PARENT}", "--tag", "mine", env=env)
     assert pulled["added"] == ["mine"]
