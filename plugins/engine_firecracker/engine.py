@@ -11,6 +11,7 @@ from pathlib import Path
 import trio
 
 from forkd.linux.hostprobe import HostProbe
+from forkd.linux.inotify import FileWaiter
 from forkd.linux.process import ProcessHandle
 from forkd.plugins.engine_firecracker import host
 from forkd.plugins.engine_firecracker.api import Api
@@ -53,6 +54,7 @@ class FirecrackerEngine:
         self._jail = _jail(context.settings.get("jail", ""))
         self._info: EngineInfo | None = None
         self._binary = ""
+        self._waiter = FileWaiter()
 
     @staticmethod
     def why_not(probe: Host) -> str | None:
@@ -137,7 +139,7 @@ class FirecrackerEngine:
     async def _launch(self, slot: Slot, files: Mapping[str, Path], *, keep_console: bool) -> Launch:
         await self.describe()
         root = self._root(slot)
-        launch = Launch(slot, root)
+        launch = Launch(slot, root, self._waiter)
         try:
             _place(root, files, jailed=self._jail is not None)
             launch.prepare(self._jail)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import trio
 
-from forkd.linux.inotify import wait_for_file
+from forkd.linux.inotify import FileWaiter
 from forkd.linux.mapping import find_ram
 from forkd.linux.process import ProcessHandle
 from forkd.plugins.engine_firecracker.api import Api, ApiClosed, ApiRefused
@@ -160,8 +160,9 @@ class FirecrackerMachine:
 class Launch:
     """Phases: ``prepare`` the agent's socket, ``start`` the process, ``connect`` to its API; ``undo`` at any point."""
 
-    def __init__(self, slot: Slot, root: Path) -> None:
+    def __init__(self, slot: Slot, root: Path, waiter: FileWaiter) -> None:
         self.slot = slot
+        self._waiter = waiter
         self.root = root
         self.command: list[str] = []
         self._process: ProcessHandle | None = None
@@ -198,6 +199,7 @@ class Launch:
         assert self._process is not None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._until_dead, nursery.cancel_scope)
+            await self._waiter.wait(self.root / API_SOCKET)
             stream = await reach(self.root, API_SOCKET)
             self._api = Api(stream)
             nursery.cancel_scope.cancel()
@@ -323,8 +325,7 @@ async def dial_guest(root: Path) -> trio.SocketStream | None:
 
 
 async def reach(directory: Path, name: str) -> trio.SocketStream:
-    """Connect to a socket that is about to be made: bound first, and listening an instant later."""
-    await wait_for_file(directory / name)
+    """Connect to a socket that is there: bound first, and listening an instant later."""
     folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         while True:
