@@ -263,6 +263,7 @@ async def test_without_root_the_vmm_is_the_network_and_says_what_that_means(data
     assert leftovers() == []
 
 
+@pytest.mark.slow
 async def test_three_hundred_namespaces_come_and_go(tmp_path: Path) -> None:
     from forkd.network import Networks
     from forkd.slots import SlotOwner
