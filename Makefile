@@ -52,6 +52,7 @@ docs: setup  ## write what is generated: CLI and API reference, examples of the 
 
 bench: setup
 	$(BIN)/python tests/bench/fork.py
+	$(BIN)/python tests/bench/template.py
 
 bench-binary: dist/forkd
 	$(BIN)/python tests/bench/binary.py

@@ -199,8 +199,7 @@ async def make_template(runtime: Runtime, recipe: Recipe) -> Kept:
         if canary is None:
             raise GuestTimeout(f"the guest of a template was not warm within {READY_TIMEOUT:g} s")
         # The link stays open until the machine is frozen: a guest whose host end is closed would poll.
-        await machine.pause()
-        template = await engine.freeze(machine, slot)
+        template = await engine.freeze(machine, slot, resume=False)
         await machine.kill()
         bytes_ = await trio.to_thread.run_sync(_private_bytes, template.pid)
     except BaseException:

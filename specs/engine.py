@@ -160,6 +160,10 @@ class MachineTemplate(Protocol):
     def pid(self) -> int:
         """The frozen process."""
 
+    @property
+    def pause_ms(self) -> float:
+        """How long the machine stood still for it, if it was to run again."""
+
     async def clone(self, slot: Slot) -> Machine:
         """A machine in ``slot`` that goes on where the frozen one stood, with nothing yet written to its agent channel.
 
@@ -175,9 +179,9 @@ class MachineTemplate(Protocol):
 class TemplateEngine(Protocol):
     """What an engine with the capability TEMPLATE can do besides."""
 
-    async def freeze(self, machine: Machine, slot: Slot) -> MachineTemplate:
-        """Make a template of a paused machine of this engine in ``slot``; the machine is as before, and may be ended.
+    async def freeze(self, machine: Machine, slot: Slot, *, resume: bool) -> MachineTemplate:
+        """Stop a machine of this engine in ``slot`` and make a template of it; the machine may be ended then.
 
-        Raises TemplateRefused with the reason where a clone would not be safe: then restore. On cancellation nothing
-        is left.
+        With ``resume`` it runs again as soon as it is frozen, and in any case when this raises. Raises TemplateRefused
+        with the reason where a clone would not be safe: then restore. On cancellation nothing is left.
         """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from forkd import __version__
@@ -61,7 +62,7 @@ class _Now(Collector):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Ask."""
         runtime = self._runtime
         root = runtime.snapshots.root
@@ -71,6 +72,11 @@ class _Now(Collector):
         yield GaugeMetricFamily("forkd_branches_in_flight", "Branches being captured", len(runtime.writing))
         cap = runtime.settings.branch_concurrency
         yield GaugeMetricFamily("forkd_branch_concurrency_cap", "Branches at once, 0 for any number", cap)
+        yield GaugeMetricFamily("forkd_templates", "Templates children are cloned from", len(runtime.templates.kept))
+        spawned = CounterMetricFamily("forkd_spawned", "Children and templates by how they came to be", labels=["how"])
+        for how, count in asdict(runtime.templates.counts).items():
+            spawned.add_metric([how], count)
+        yield spawned
         info = GaugeMetricFamily("forkd_build_info", "This forkd", labels=["version"])
         info.add_metric([__version__], 1)
         yield info

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 
 from forkd.linux.arch import NR, UnsupportedArch, host_arch
@@ -45,6 +46,24 @@ _MSG = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 _PAGE = 4096
 _PROT_READ, _PROT_WRITE, _PROT_EXEC = 1, 2, 4
 _MAP_PRIVATE_ANONYMOUS = 0x22
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What can be found out about a process while it still runs, so that it need not stand still for it."""
+
+    gadgets: Gadgets
+    maps: bytes
+    unforked: list[Range]
+
+    @classmethod
+    def of(cls, pid: int) -> Survey:
+        """Look at process `pid`. Raises Refused where a clone would share memory or lose it, TraceError."""
+        try:
+            maps = _read_maps(pid)
+            return cls(Gadgets.find(pid, host_arch()), maps, _check_memory(pid))
+        except UnsupportedArch as error:
+            raise TraceError(str(error)) from error
 
 
 class ProcessTemplate:
@@ -85,16 +104,36 @@ class ProcessTemplate:
         Owns: a ghost and one OS thread, until `close`. Raises Refused where a clone would not be safe, TraceError; the
         source runs on in every case.
         """
-        template = cls(pid, replaced, shared, death_signal, step)
-        try:
-            template._tracer.submit(template._make).result()
-        except UnsupportedArch as error:
-            template.close()
-            raise TraceError(str(error)) from error
-        except BaseException:
-            template.close()
-            raise
+        template = cls.freeze(pid, Survey.of(pid), replaced, shared, death_signal=death_signal, step=step)
+        template.prepare()
         return template
+
+    @classmethod
+    def freeze(
+        cls,
+        pid: int,
+        survey: Survey,
+        replaced: Collection[int] = (),
+        shared: Collection[int] = (),
+        *,
+        death_signal: int = 0,
+        step: Step = no_step,
+    ) -> ProcessTemplate:
+        """The first half of `of`, and the only one for which the process stands still; `prepare` is the second."""
+        template = cls(pid, replaced, shared, death_signal, step)
+        template._do(template._freeze, survey)
+        return template
+
+    def prepare(self) -> None:
+        """Make ready for cloning. Raises as `of` does; then the template is closed."""
+        self._do(self._prepare)
+
+    def _do(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._tracer.submit(work, *arguments).result()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -140,26 +179,26 @@ class ProcessTemplate:
 
     # All below runs on the tracer's thread.
 
-    def _make(self) -> None:
+    def _freeze(self, survey: Survey) -> None:
         self._arch = host_arch()
-        gadgets = Gadgets.find(self._source, self._arch)
-        ranges = _check_memory(self._source)
+        self._gadgets = survey.gadgets
         with ExitStack() as stack:
             memory = stack.enter_context(open_memory(self._source))
-            held = hold_threads(self._source, gadgets, self._arch, self._step, stack)
+            held = hold_threads(self._source, survey.gadgets, self._arch, self._step, stack)
             main = held[0]
-            allow_fork(main, ranges)
-            threads = [describe(thread, memory) for thread in held]
-            refuse_different(threads)
-            offset = tid_offset(threads, memory, self._arch)
-            descriptors = plan(self._source, self._replaced, self._shared)
+            _refuse_timers(self._source)
+            unforked = survey.unforked if _read_maps(self._source) == survey.maps else _check_memory(self._source)
+            allow_fork(main, unforked)
+            self._threads = [describe(thread, memory) for thread in held]
+            refuse_different(self._threads)
+            self._offset = tid_offset(self._threads, memory, self._arch)
+            self._descriptors = plan(self._source, self._replaced, self._shared)
             self._ghost = main.fork()
         self.stopped_ms = (time.perf_counter() - main.stopped_at) * 1e3
-        self._prepare(gadgets.call, threads, offset, descriptors)
-        self._step("prepared")
 
-    def _prepare(self, at: int, threads: list[ThreadState], offset: int, descriptors: Plan) -> None:
+    def _prepare(self) -> None:
         """Write the runner and its table into the ghost."""
+        at, threads, offset, descriptors = self._gadgets.call, self._threads, self._offset, self._descriptors
         ghost, arch = self._require_ghost(), self._arch
 
         def call(name: str, *arguments: int) -> int:
@@ -184,11 +223,11 @@ class ProcessTemplate:
         flags = _CLONE_PARENT | _CLONE_PTRACE | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
         main_tid = arch.thread_area(threads[0].registers) + offset
         self._fork_registers = arch.run_fork(ghost.registers(), code, self._table, flags, main_tid)
+        self._step("prepared")
 
     def _lay_out(self, area: Area, threads: list[ThreadState], offset: int, descriptors: Plan, control: int) -> None:
         arch = self._arch
         self._root = area.place(b"/\0")
-        self._descriptors = descriptors
         self._affinities = {}
         free = FreeNumbers(descriptors.used | {control})
         calls = [*_receive(area, descriptors, control, free), Call("close", (control,))]
@@ -319,13 +358,27 @@ def _take_socket(pid: int, number: int) -> socket.socket:
     return socket.socket(fileno=take(pid, number))
 
 
+def _read_maps(pid: int) -> bytes:
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as maps:
+            return maps.read()
+    except OSError as error:
+        raise TraceError(f"cannot read the mappings of process {pid}", error.errno) from error
+
+
+def _refuse_timers(pid: int) -> None:
+    try:
+        with open(f"/proc/{pid}/timers", encoding="ascii") as timers:
+            if timers.read(1):
+                raise Refused(f"process {pid} has POSIX timers, which a fork does not keep")
+    except OSError as error:
+        raise TraceError(f"cannot read the timers of process {pid}", error.errno) from error
+
+
 def _check_memory(pid: int) -> list[Range]:
     """Ranges to be made forkable; refuses memory that a clone would share with its siblings, or lose."""
     try:
         uses = read_smaps(pid)
-        with open(f"/proc/{pid}/timers", encoding="ascii") as timers:
-            if timers.read(1):
-                raise Refused(f"process {pid} has POSIX timers, which a fork does not keep")
     except OSError as error:
         raise TraceError(f"cannot read the mappings of process {pid}", error.errno) from error
     for use in uses:

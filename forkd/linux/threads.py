@@ -120,11 +120,20 @@ def _robust_list(tid: int) -> tuple[int, int]:
 
 def refuse_different(threads: list[ThreadState]) -> None:
     """A new thread gets the credentials and filters of the one that makes it, so all must have the same."""
-    main = threads[0].tid
-    for field in _SAME_IN_ALL:
-        for thread in threads[1:]:
-            if status_field(thread.tid, field) != status_field(main, field):
+    main = _credentials(threads[0].tid)
+    for thread in threads[1:]:
+        for field, value in _credentials(thread.tid).items():
+            if value != main[field]:
                 raise Refused(f"thread {thread.tid} differs from the main thread in {field}")
+
+
+def _credentials(tid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{tid}/status").read_text().splitlines()
+    except OSError as error:
+        raise Ended(f"thread {tid} is gone", error.errno) from error
+    found = dict(line.split(":", 1) for line in lines if ":" in line)
+    return {field: found.get(field, "") for field in _SAME_IN_ALL}
 
 
 def tid_offset(threads: list[ThreadState], memory: int, arch: X86_64) -> int:

@@ -43,16 +43,17 @@ async def fork_running(runtime: Runtime, sandbox_id: str, n: int, options: ForkO
         if sandbox.info.network != "none" or sandbox.info.netns is not None:
             raise TemplateRefused("its clones would have its namespace and network devices")
         canary = await _canary(sandbox)
-        template, pause_ms = await _freeze(engine, sandbox)
+        async with sandbox.capturing:
+            template = await engine.freeze(sandbox.machine, sandbox.slot, resume=True)
     except TemplateRefused as error:
         runtime.templates.counts.refusals += 1
         return await _through_a_snapshot(runtime, sandbox, n, chosen, error.message)
     try:
-        children = await _clone(runtime, sandbox, template, canary, n, chosen, pause_ms)
+        children = await _clone(runtime, sandbox, template, canary, n, chosen)
     finally:
         await template.close()
     up = sum(child.sandbox is not None for child in children)
-    runtime.observe("fork_running", id=sandbox_id, asked=n, up=up, pause_ms=round(pause_ms, 3))
+    runtime.observe("fork_running", id=sandbox_id, asked=n, up=up, pause_ms=round(template.pause_ms, 3))
     return children
 
 
@@ -62,20 +63,6 @@ async def _canary(sandbox: Sandbox) -> Canary:
     raise TemplateRefused(f"the guest of {sandbox.id} did not answer within {CANARY_TIMEOUT:g} s")
 
 
-async def _freeze(engine: TemplateEngine, sandbox: Sandbox) -> tuple[MachineTemplate, float]:
-    """The frozen machine, and how long the running one stood still for it."""
-    machine = sandbox.machine
-    async with sandbox.capturing:
-        began = time.monotonic()
-        try:
-            await machine.pause()
-            template = await engine.freeze(machine, sandbox.slot)
-        finally:
-            with trio.CancelScope(shield=True):
-                await machine.resume()
-        return template, (time.monotonic() - began) * 1000
-
-
 async def _clone(
     runtime: Runtime,
     sandbox: Sandbox,
@@ -83,7 +70,6 @@ async def _clone(
     canary: Canary,
     n: int,
     options: ForkOptions,
-    pause_ms: float,
 ) -> list[Child]:
     children = [Child(index, None, None) for index in range(n)]
     assert sandbox.source is not None
@@ -93,10 +79,12 @@ async def _clone(
         info = _info(sandbox, options)
         plan = Plan(info.id, template.clone, sync, info, sandbox.source, canary=canary)
         try:
-            children[index] = Child(index, await runtime.nursery.start(run_sandbox, runtime, plan), None, pause_ms)
+            children[index] = Child(
+                index, await runtime.nursery.start(run_sandbox, runtime, plan), None, template.pause_ms
+            )
             runtime.templates.counts.clones += 1
         except ForkdError as error:
-            children[index] = Child(index, None, error, pause_ms)
+            children[index] = Child(index, None, error, template.pause_ms)
 
     async with trio.open_nursery() as nursery:
         for index in range(n):

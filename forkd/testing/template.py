@@ -28,8 +28,7 @@ class TemplateContract(EngineContract):
         try:
             async with linked(machine, saved.sync) as link:
                 await link.eval("warm = True", timeout=DEADLINE)
-                await machine.pause()
-                template = await engine.freeze(machine, slot)
+                template = await engine.freeze(machine, slot, resume=False)
         finally:
             await machine.kill()
         yield template
@@ -76,9 +75,7 @@ class TemplateContract(EngineContract):
         assert isinstance(engine, TemplateEngine)
         async with linked(machine, saved.sync) as link:
             await link.eval("generation = 2", timeout=DEADLINE)
-            await machine.pause()
-            second = await engine.freeze(machine, slot)
-            await machine.resume()
+            second = await engine.freeze(machine, slot, resume=True)
             grandchild = await second.clone(_slot(tmp_path, 0))
             await second.close()
             try:

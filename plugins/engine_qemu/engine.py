@@ -116,11 +116,11 @@ class QemuEngine:
         finally:
             os.close(vmstate)
 
-    async def freeze(self, machine: Machine, slot: Slot) -> QemuTemplate:
-        """A template of a paused machine."""
+    async def freeze(self, machine: Machine, slot: Slot, *, resume: bool) -> QemuTemplate:
+        """A template of a machine."""
         if not isinstance(machine, QemuMachine) or TEMPLATE not in (await self.describe()).capabilities:
             raise TemplateRefused("only a machine of QEMU's software emulation can be cloned")
-        return await QemuTemplate.of(machine, die_with_owner=slot.die_with_owner)
+        return await QemuTemplate.of(machine, die_with_owner=slot.die_with_owner, resume=resume)
 
     async def adopt(self, slot: Slot, pid: int, starttime: int) -> QemuMachine:
         """Connect again to a QEMU that kept running."""

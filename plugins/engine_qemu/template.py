@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
-from forkd.linux.clone import ProcessTemplate
+from forkd.linux.clone import ProcessTemplate, Survey
 from forkd.linux.descriptors import Descriptor, read_descriptors, take
 from forkd.linux.mapping import read_maps
 from forkd.linux.process import ProcessHandle
@@ -20,6 +23,7 @@ from forkd.plugins.engine_qemu.qmp import Qmp
 from forkd.specs.engine import Slot
 from forkd.specs.errors import LaunchFailed, TemplateRefused
 
+T = TypeVar("T")
 Role = tuple[str, bool]
 """What one of QEMU's descriptors is for: the name of its socket and whether it listens, or its log."""
 _LOG: Role = (LOG, False)
@@ -28,37 +32,47 @@ _LOG: Role = (LOG, False)
 class QemuTemplate:
     """Each clone has sockets, log and working directory of its own, and runs where the stopped machine stood."""
 
-    def __init__(self, process: ProcessTemplate, roles: dict[int, Role], ram: str, ram_size: int | None) -> None:
+    def __init__(self, process: ProcessTemplate, roles: dict[int, Role], machine: QemuMachine, pause_ms: float) -> None:
         self._process = process
         self._roles = roles
-        self._ram = ram
-        self._ram_size = ram_size
+        self._ram = machine.image
+        self._ram_size = machine.ram_size
+        self.pause_ms = pause_ms
         self._one_at_a_time = trio.CapacityLimiter(1)  # the tracer is one thread: let tasks wait, not threads
 
     @classmethod
-    async def of(cls, machine: QemuMachine, *, die_with_owner: bool) -> QemuTemplate:
-        """Freeze a stopped machine, which lives on. Raises TemplateRefused with the reason, MachineGone."""
+    async def of(cls, machine: QemuMachine, *, die_with_owner: bool, resume: bool) -> QemuTemplate:
+        """Stop a machine and freeze it; with ``resume`` it runs again as soon as that is done.
 
-        def freeze() -> QemuTemplate:
-            roles, shared = _sort_descriptors(machine)
-            death_signal = signal.SIGKILL if die_with_owner else 0
-            process = ProcessTemplate.of(machine.pid, roles, shared, death_signal=death_signal)
-            return cls(process, roles, machine.image, machine.ram_size)
-
+        Raises TemplateRefused with the reason, MachineGone.
+        """
+        survey, roles, shared = await _traced(_survey, machine)
+        death_signal = signal.SIGKILL if die_with_owner else 0
+        process: ProcessTemplate | None = None
+        began = time.monotonic()
         try:
-            return await trio.to_thread.run_sync(freeze)
-        except (TraceError, OSError) as error:
-            raise TemplateRefused(f"QEMU {machine.pid} cannot be cloned: {error}") from error
+            try:
+                await machine.pause()
+                process = await _traced(
+                    lambda: ProcessTemplate.freeze(machine.pid, survey, roles, shared, death_signal=death_signal)
+                )
+            finally:
+                if resume:
+                    with trio.CancelScope(shield=True):
+                        await machine.resume()
+            pause_ms = (time.monotonic() - began) * 1000
+            await _traced(process.prepare)
+        except BaseException:
+            if process is not None:
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(process.close)
+            raise
+        return cls(process, roles, machine, pause_ms)
 
     @property
     def pid(self) -> int:
         """The frozen process, whose memory is the template's."""
         return self._process.pid
-
-    @property
-    def stopped_ms(self) -> float:
-        """How long the frozen process was held."""
-        return self._process.stopped_ms
 
     async def clone(self, slot: Slot) -> QemuMachine:
         """A running machine in ``slot``. Raises LaunchFailed; then, as on cancellation, nothing is left."""
@@ -107,6 +121,17 @@ class _Ends:
     def stream(self) -> trio.SocketStream:
         """Our end, which is the machine's from now on."""
         return trio.SocketStream(trio.socket.from_stdlib_socket(self._client))
+
+
+async def _traced(work: Callable[..., T], *arguments: object) -> T:
+    try:
+        return await trio.to_thread.run_sync(work, *arguments)
+    except (TraceError, OSError) as error:
+        raise TemplateRefused(f"QEMU cannot be cloned: {error}") from error
+
+
+def _survey(machine: QemuMachine) -> tuple[Survey, dict[int, Role], set[int]]:
+    return Survey.of(machine.pid), *_sort_descriptors(machine)
 
 
 def _sort_descriptors(machine: QemuMachine) -> tuple[dict[int, Role], set[int]]:

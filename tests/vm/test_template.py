@@ -76,9 +76,9 @@ async def test_a_machine_with_something_unknown_open_makes_no_template_and_the_c
     engine: Any = runtime.engine()
     freeze = engine.freeze
 
-    async def with_a_timer(machine: Machine, slot: Slot) -> Any:
+    async def with_a_timer(machine: Machine, slot: Slot, *, resume: bool) -> Any:
         await hand_descriptor(machine, "timerfd")
-        return await freeze(machine, slot)
+        return await freeze(machine, slot, resume=resume)
 
     monkeypatch.setattr(engine, "freeze", with_a_timer)
     made = await children(runtime, 2)

@@ -1,0 +1,184 @@
+"""Cloned against restored children in one run: time to N answers, memory, idle CPU, disk and timers; forks that run.
+
+Usage: template.py [PART ...] with parts answers, cost, running; all of them without. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import statistics
+import sys
+import time
+
+import trio
+
+from forkd.config import load_settings
+from forkd.ops.fork import ForkOptions, fork
+from forkd.ops.fork_running import fork_running
+from forkd.ops.stats import stats
+from forkd.runtime import Runtime, open_runtime
+from forkd.sandbox import Sandbox, end_sandbox
+
+TAG = "python-numpy"
+EXPRESSION = "numpy.zeros(5).tolist()"
+WALK = """
+import os, time
+def walk(top):
+    began = time.perf_counter()
+    size = 0
+    for directory, _, names in os.walk(top):
+        for name in names:
+            try:
+                with open(os.path.join(directory, name), "rb") as source:
+                    size += len(source.read(4096))
+            except OSError:
+                pass
+    return time.perf_counter() - began
+def naps():
+    began = time.perf_counter()
+    for _ in range(200):
+        time.sleep(0.001)
+    return time.perf_counter() - began
+"""
+CHANGE = "import os; blob = bytearray(os.urandom(1 << 20) * 64); len(blob)"
+
+
+async def up(runtime: Runtime, count: int, spawn: str) -> list[Sandbox]:
+    children = await fork(runtime, TAG, count, ForkOptions(spawn=spawn))
+    made = [child.sandbox for child in children if child.sandbox is not None]
+    assert len(made) == count, [child.error for child in children]
+    assert {each.info.spawned_by for each in made} == {spawn}
+    return made
+
+
+async def ask(sandbox: Sandbox, code: str) -> str:
+    answer = await sandbox.link.eval(code, timeout=120)
+    assert answer.error is None, answer
+    return answer.result or ""
+
+
+async def everyone(sandboxes: list[Sandbox], code: str) -> None:
+    async with trio.open_nursery() as nursery:
+        for sandbox in sandboxes:
+            nursery.start_soon(ask, sandbox, code)
+
+
+async def end(sandboxes: list[Sandbox]) -> None:
+    async with trio.open_nursery() as nursery:
+        for sandbox in sandboxes:
+            nursery.start_soon(end_sandbox, sandbox)
+
+
+async def seconds(runtime: Runtime, count: int, spawn: str) -> float:
+    began = time.monotonic()
+    children = await up(runtime, count, spawn)
+    await everyone(children, EXPRESSION)
+    spent = time.monotonic() - began
+    await end(children)
+    return spent
+
+
+def plain_fork(count: int) -> float:
+    """A warm Python process forked ``count`` times, each child answering the same expression."""
+    import numpy
+
+    eval(EXPRESSION, {"numpy": numpy})
+    began = time.monotonic()
+    pids, ends = [], []
+    for _ in range(count):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writing, repr(eval(EXPRESSION, {"numpy": numpy})).encode())
+            os._exit(0)
+        os.close(writing)
+        pids.append(pid)
+        ends.append(reading)
+    for reading in ends:
+        assert select.select([reading], [], [], 60)[0]
+        assert os.read(reading, 100)
+        os.close(reading)
+    spent = time.monotonic() - began
+    for pid in pids:
+        os.waitpid(pid, 0)
+    return spent
+
+
+async def answers(runtime: Runtime) -> dict[str, object]:
+    report: dict[str, object] = {}
+    await seconds(runtime, 1, "template")
+    for count, turns in ((1, 9), (10, 3), (100, 1)):
+        cloned, restored = [], []
+        for _ in range(turns):
+            cloned.append(await seconds(runtime, count, "template"))
+            restored.append(await seconds(runtime, count, "restore"))
+        ours, theirs = statistics.median(cloned), statistics.median(restored)
+        row = {"template_s": round(ours, 4), "restore_s": round(theirs, 4), "ratio": round(ours / theirs, 3)}
+        report[f"n={count}"] = row
+    try:
+        forked = await trio.to_thread.run_sync(plain_fork, 100)
+        ours = await seconds(runtime, 100, "template")
+        report["plain_fork_n=100"] = {"fork_s": round(forked, 4), "ratio": round(ours / forked, 2)}
+    except ModuleNotFoundError as error:
+        report["plain_fork_n=100"] = str(error)
+    return report
+
+
+async def cost(runtime: Runtime) -> dict[str, object]:
+    """Memory after the first answer, CPU when idle, and how quick disk and timers are."""
+    report: dict[str, object] = {}
+    for spawn in ("template", "restore"):
+        children = await up(runtime, 5, spawn)
+        await everyone(children, EXPRESSION)
+        private = [(await stats(runtime, child.id))["vmm_private_bytes"] for child in children]
+        await trio.sleep(11)  # until idle workers of the VMM have left
+        before = [(await stats(runtime, child.id))["cpu_seconds"] for child in children]
+        await trio.sleep(10)
+        after = [(await stats(runtime, child.id))["cpu_seconds"] for child in children]
+        idle = statistics.mean(late - early for early, late in zip(before, after, strict=True)) * 100
+        await ask(children[0], WALK)
+        walks, naps = [], []
+        for child in children[:3]:
+            await ask(child, WALK)
+            walks.append(float(await ask(child, "walk('/usr/lib/python3')")))
+            naps.append(float(await ask(child, "naps()")))
+        report[spawn] = {
+            "private_mib": round(statistics.median(private) / (1 << 20), 2),
+            "idle_cpu_ms_per_s": round(idle, 2),
+            "small_files_s": round(statistics.median(walks), 3),
+            "naps_s": round(statistics.median(naps), 3),
+        }
+        await end(children)
+    return report
+
+
+async def running(runtime: Runtime) -> dict[str, object]:
+    """How long a running source with 64 MiB changed stands still, for one child and for twenty."""
+    report: dict[str, object] = {}
+    source = (await up(runtime, 1, "restore"))[0]
+    await ask(source, CHANGE)
+    for count in (1, 20):
+        pauses = []
+        for _ in range(9 if count == 1 else 5):
+            children = await fork_running(runtime, source.id, count)
+            made = [child.sandbox for child in children if child.sandbox is not None]
+            assert len(made) == count, [child.error for child in children]
+            pauses.append(children[0].pause_ms or 0.0)
+            await end(made)
+        report[f"n={count}"] = {"pause_ms": round(statistics.median(pauses), 2), "worst_ms": round(max(pauses), 2)}
+    await end([source])
+    return report
+
+
+async def main() -> None:
+    parts = {"answers": answers, "cost": cost, "running": running}
+    report: dict[str, object] = {}
+    async with open_runtime(load_settings()) as runtime:
+        for name in sys.argv[1:] or parts:
+            report[name] = await parts[name](runtime)
+    print(json.dumps(report, indent=2))
+
+
+trio.run(main)
