@@ -117,6 +117,7 @@ async def answers(runtime: Runtime) -> dict[str, object]:
         ours, theirs = statistics.median(cloned), statistics.median(restored)
         row = {"template_s": round(ours, 4), "restore_s": round(theirs, 4), "ratio": round(ours / theirs, 3)}
         report[f"n={count}"] = row
+        print(f"n={count}", row, file=sys.stderr, flush=True)
     try:
         forked = await trio.to_thread.run_sync(plain_fork, 100)
         ours = await seconds(runtime, 100, "template")
