@@ -35,7 +35,7 @@ def raw_terminal(wanted: bool) -> Iterator[None]:
 
     before = termios.tcgetattr(0)
     try:
-        tty.setraw(0)
+        tty.setraw(0, termios.TCSADRAIN)  # what was typed already is not lost
         yield
     finally:
         termios.tcsetattr(0, termios.TCSADRAIN, before)

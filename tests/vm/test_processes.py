@@ -115,8 +115,8 @@ async def test_a_terminal_echoes_resizes_interrupts_and_survives_a_lost_connecti
         await terminal.send(json.dumps({"resize": [50, 60]}))
         await terminal.send(b"stty size\n")
         await until(terminal, b"50 60\r\n")
-        await terminal.send(b"sh -c 'echo run''ning; sleep 1000'\n")
-        await until(terminal, b"running")
+        await terminal.send(b"cat\nmark\n")
+        await until(terminal, b"mark\r\nmark\r\n")  # typed, and said by a cat that runs
         await terminal.send(b"\x03")
         await terminal.send(b"echo after=$?\n")
         await until(terminal, b"after=130")
