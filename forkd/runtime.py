@@ -66,6 +66,8 @@ class Runtime:
     on_up: Callable[[Sandbox], Awaitable[None]] | None = None
     """Called with every sandbox that has come up, before anybody is told of it."""
     templates: Templates = field(default_factory=Templates)
+    fork_answers: dict[str, Any] = field(default_factory=dict)
+    """Forks with an idempotency key, under way or done."""
     busy_workspaces: set[str] = field(default_factory=set)
 
     def engine(self, name: str | None = None) -> Engine:
@@ -94,10 +96,13 @@ class Runtime:
         return "qemu"
 
     def sandbox(self, sandbox_id: str) -> Sandbox:
-        """The running sandbox with this id. Raises SandboxNotFound, saying how it ended if it did by itself."""
+        """The running sandbox with this id or name. Raises SandboxNotFound, saying how it ended if it did by itself."""
         sandbox = self.sandboxes.get(sandbox_id)
         if sandbox is not None:
             return sandbox
+        for named in self.sandboxes.values():
+            if named.info.name == sandbox_id:
+                return named
         if sandbox_id in self.adopting:
             raise TooBusy(f"sandbox {sandbox_id!r} is being taken over after a restart", hint="try again")
         if reason := self.endings.get(sandbox_id):

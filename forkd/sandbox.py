@@ -52,6 +52,9 @@ class Sandbox:
     users: int = 0
     """How many requests work with it now; with none since ``used`` (trio's clock) it is idle."""
     used: float = field(default_factory=trio.current_time)
+    changed: trio.Event = field(default_factory=trio.Event)
+    """Set when something its timekeeper goes by has changed."""
+    timed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

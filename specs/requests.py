@@ -56,6 +56,12 @@ class CreateSandboxes(msgspec.Struct, kw_only=True):
     hugepages: bool = False
     partial: bool = False
     spawn: str | None = None
+    name: str | None = None
+    labels: dict[str, str] | None = None
+    metadata: dict[str, str] | None = None
+    env: dict[str, str] | None = None
+    timeout_secs: float | None = None
+    idle_pause_secs: float | None = None
 
 
 class ForkSandbox(msgspec.Struct, kw_only=True):
@@ -89,6 +95,49 @@ class UpdateSandbox(msgspec.Struct, kw_only=True):
     pids_limit: int | None = None
     io_limit_mibps: int | None = None
     best_effort: bool = False
+    name: str | None = None
+    labels: dict[str, str] | None = None
+    metadata: dict[str, str] | None = None
+    env: dict[str, str] | None = None
+    timeout_secs: float | None = None
+    idle_pause_secs: float | None = None
+
+
+class SandboxDetails(msgspec.Struct, kw_only=True):
+    """What one child of a fork is given. ``timeout_secs`` counts from then; 0 means no limit."""
+
+    name: str | None = None
+    labels: dict[str, str] | None = None
+    metadata: dict[str, str] | None = None
+    env: dict[str, str] | None = None
+    limits: UpdateSandbox | None = None
+    timeout_secs: float | None = None
+    idle_pause_secs: float | None = None
+
+
+class ForkRequest(msgspec.Struct, kw_only=True):
+    """Fork ``n`` children of ``source``, a running sandbox (by id or name) or a snapshot (by tag).
+
+    ``all_children`` is for every child, ``per_child`` for the first, second … besides. ``mode`` (full, diff, live)
+    branches a running source into a snapshot first; without it nothing is written. ``on_partial`` is keep or rollback.
+    """
+
+    source: str
+    n: int = 1
+    mode: str | None = None
+    all_children: SandboxDetails = msgspec.field(default_factory=SandboxDetails)
+    per_child: list[SandboxDetails] = []
+    network: str = "none"
+    allow: list[str] = []
+    on_partial: str = "rollback"
+    deadline_secs: float | None = None
+    idempotency_key: str | None = None
+
+
+class RollbackRequest(msgspec.Struct, kw_only=True):
+    """The snapshot to go back to: one the sandbox was forked from, or was branched into."""
+
+    tag: str
 
 
 class ExecRequest(msgspec.Struct, kw_only=True):

@@ -9,6 +9,7 @@ import trio
 from forkd.inventory import Row
 from forkd.linux.process import end_process
 from forkd.ops.cleanup import cleanup
+from forkd.ops.lifecycle import keep_time
 from forkd.ops.workspaces import settle_workspaces
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, run_sandbox
@@ -51,7 +52,7 @@ async def _adopt(runtime: Runtime, row: Row, slot: Slot | None, done: trio.Event
     try:
         if slot is None:
             raise ForkdError("its directory is gone")
-        await runtime.nursery.start(run_sandbox, runtime, _plan(runtime, row, slot))
+        keep_time(runtime, await runtime.nursery.start(run_sandbox, runtime, _plan(runtime, row, slot)))
         log.info("adopted sandbox %s (VMM %d)", row.id, row.pid)
     except ForkdError as error:
         reason = f"it could not be taken over after a restart of the daemon: {error.message}"

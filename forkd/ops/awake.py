@@ -27,6 +27,7 @@ async def awake(runtime: Runtime, reference: str) -> AsyncIterator[Sandbox]:
     finally:
         sandbox.users -= 1
         sandbox.used = trio.current_time()
+        sandbox.changed.set()
 
 
 async def pause_sandbox(runtime: Runtime, sandbox: Sandbox, *, auto: bool = False) -> None:

@@ -95,7 +95,8 @@ async def prepare(runtime: Runtime, sandbox_id: str, request: PrepareRequest) ->
     fields = {"workdir": request.workdir, "user": request.user, "args": request.args, "lang": request.lang}
     given = {key: value for key, value in fields.items() if value is not None}
     op = {"op": "prepare", "env": request.env, "timeout": request.timeout_secs, **given}
-    await runtime.sandbox(sandbox_id).link.request(op, timeout=request.timeout_secs + 10)
+    async with awake(runtime, sandbox_id) as sandbox:
+        await sandbox.link.request(op, timeout=request.timeout_secs + 10)
 
 
 async def ping(runtime: Runtime, sandbox_id: str) -> dict[str, Any]:

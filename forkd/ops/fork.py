@@ -43,6 +43,8 @@ class ForkOptions:
     per_child_netns: bool = False
     keep_workdir: bool = False
     warnings: tuple[str, ...] = ()
+    sandbox_id: str | None = None
+    """An id that is free again, for a child that takes a former sandbox's place."""
 
     @classmethod
     def of(cls, request: CreateSandboxes) -> ForkOptions:
@@ -180,7 +182,7 @@ async def _prepare(runtime: Runtime, tag: str, options: ForkOptions) -> tuple[St
 
 
 def _info(tag: str, options: ForkOptions, warnings: Sequence[str]) -> SandboxInfo:
-    sandbox_id = new_sandbox_id()
+    sandbox_id = options.sandbox_id or new_sandbox_id()
     return SandboxInfo(
         id=sandbox_id,
         snapshot_tag=tag,

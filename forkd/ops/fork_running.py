@@ -93,7 +93,7 @@ async def _clone(
 
 
 def _info(sandbox: Sandbox, options: ForkOptions) -> SandboxInfo:
-    sandbox_id = new_sandbox_id()
+    sandbox_id = options.sandbox_id or new_sandbox_id()
     return SandboxInfo(
         id=sandbox_id,
         snapshot_tag=sandbox.info.snapshot_tag,

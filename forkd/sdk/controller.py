@@ -16,6 +16,7 @@ from forkd.sdk.channel import Channel, channel_of, upgrade_headers
 from forkd.sdk.discover import own_socket
 from forkd.sdk.errors import ControllerError
 from forkd.sdk.files import FileMethods
+from forkd.sdk.lifecycle import LifecycleMethods
 from forkd.sdk.processes import ProcessMethods
 
 OnProgress = Callable[[str, float | None], None]
@@ -27,7 +28,7 @@ GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
 
 
-class Controller(ProcessMethods, FileMethods):
+class Controller(ProcessMethods, FileMethods, LifecycleMethods):
     """Talks to a forkd app. Answers are plain dicts with the field names of the REST API."""
 
     def __init__(
@@ -192,16 +193,17 @@ class Controller(ProcessMethods, FileMethods):
         """Fork ``n`` children of a running sandbox, all from the same instant; failures as in ``spawn_sandboxes``."""
         return self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/fork", {"n": n, **fields})
 
-    def list_sandboxes(self) -> list[dict[str, Any]]:
-        """All running sandboxes."""
-        return self._call("GET", "/v1/sandboxes")
+    def list_sandboxes(self, labels: list[str] | None = None, status: str | None = None) -> list[dict[str, Any]]:
+        """All running sandboxes, or those with every label (name=value, or name) and a status."""
+        params: dict[str, Any] = {"label": labels or [], **({"status": status} if status else {})}
+        return self._call("GET", "/v1/sandboxes", params=params)
 
     def get_sandbox(self, sandbox_id: str) -> dict[str, Any]:
         """One sandbox."""
         return self._call("GET", f"/v1/sandboxes/{_quote(sandbox_id)}")
 
     def update_sandbox(self, sandbox_id: str, **fields: Any) -> dict[str, Any]:
-        """Change a running sandbox's limits; the fields are those of ``spawn_sandboxes``."""
+        """Change a running sandbox's limits and details; the fields are those of ``spawn_sandboxes``."""
         return self._call("PATCH", f"/v1/sandboxes/{_quote(sandbox_id)}", fields)
 
     def kill_sandbox(self, sandbox_id: str) -> None:

@@ -55,7 +55,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             data = bytes(b ^ mask[i % 4] for i, b in enumerate(self.rfile.read(size)))
             if head[0] & 15 == 8: self.close_connection = True; return
             data = b"echo " + data
-            self.wfile.write(bytes([head[0], 126]) + len(data).to_bytes(2, "big") + data)
+            size = bytes([len(data)]) if len(data) < 126 else b"\x7e" + len(data).to_bytes(2, "big")
+            self.wfile.write(head[:1] + size + data)
     def log_message(self, *args): pass
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True

@@ -64,8 +64,8 @@ def test_a_shell_is_a_real_terminal_and_can_be_come_back_to(daemon: Daemon, data
     shell.expect("jobsdone")
     shell.sendline("head -c 10485760 /dev/zero | tr '\\0' x; echo; echo flood''ed")
     shell.expect("flooded", timeout=120)
-    shell.sendline("marker=still-here")
-    shell.expect("ready> ")
+    shell.sendline("marker=still-here; echo ma''rked")
+    shell.expect("marked")
     assert shell.pid is not None
     os.kill(shell.pid, signal.SIGKILL)
     shell.close()
@@ -87,7 +87,7 @@ def test_exec_with_a_terminal_or_a_pipe_ends_with_the_commands_code(data_dir: Pa
     shell.expect(pexpect.EOF)
     shell.close()
     assert shell.exitstatus == 5
-    script = "import time\\ntry:\\n print('up', flush=True)\\n time.sleep(1000)\\nexcept KeyboardInterrupt:\\n exit(6)"
+    script = "import time\ntry:\n print('up', flush=True)\n time.sleep(1000)\nexcept KeyboardInterrupt:\n exit(6)"
     piped = spawn(data_dir, "exec", "--tag", PARENT, "-i", "--", "python3", "-c", script)
     piped.expect("up")
     piped.kill(signal.SIGINT)

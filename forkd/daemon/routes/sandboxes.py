@@ -12,9 +12,11 @@ from starlette.responses import Response
 from forkd.daemon.api import IN_SANDBOX, ErrorBody, route
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body, reply, stream_media, wants_stream
-from forkd.ops import execute, limits
+from forkd.ops import execute, lifecycle, limits
+from forkd.ops.awake import awake
 from forkd.ops.branch import branch
 from forkd.ops.fork import Child, ForkOptions
+from forkd.ops.fork_any import fork_any, promote, rollback
 from forkd.ops.fork_running import fork_running
 from forkd.ops.spawn import spawn
 from forkd.ops.stats import stats as measure
@@ -35,8 +37,10 @@ from forkd.specs.requests import (
     CreateSandboxes,
     EvalRequest,
     ExecRequest,
+    ForkRequest,
     ForkSandbox,
     PrepareRequest,
+    RollbackRequest,
     UpdateSandbox,
 )
 
@@ -56,8 +60,9 @@ class PartialSpawn(msgspec.Struct, kw_only=True):
 
 
 async def index(request: Request) -> Response:
-    """All running sandboxes."""
-    return reply(limits.list_sandboxes(runtime_of(request)))
+    """All running sandboxes, or those with every ``label`` (name=value, or name) and a ``status``."""
+    labels, status = request.query_params.getlist("label"), request.query_params.get("status")
+    return reply(lifecycle.chosen(limits.list_sandboxes(runtime_of(request)), labels, status))
 
 
 async def create(request: Request) -> Response:
@@ -70,7 +75,9 @@ async def fork_one(request: Request) -> Response:
     """Fork children of a running sandbox, all from the same instant; ``X-Forkd-Pause-Ms`` says how long it stood."""
     body = await read_body(request, ForkSandbox)
     options = ForkOptions.of_fork(body)
-    children = await fork_running(runtime_of(request), request.path_params["id"], body.n, options)
+    runtime = runtime_of(request)
+    async with awake(runtime, request.path_params["id"]) as sandbox:
+        children = await fork_running(runtime, sandbox.id, body.n, options)
     if all(child.error for child in children):
         assert children[0].error is not None
         raise children[0].error
@@ -92,9 +99,36 @@ async def get(request: Request) -> Response:
 
 
 async def update(request: Request) -> Response:
-    """Change its limits."""
+    """Change its limits, name, labels, metadata, environment and time limits; what is absent stays."""
     body = await read_body(request, UpdateSandbox)
-    return reply(limits.update_sandbox(runtime_of(request), request.path_params["id"], body))
+    return reply(await lifecycle.update(runtime_of(request), request.path_params["id"], body))
+
+
+async def pause(request: Request) -> Response:
+    """Stop its CPUs; everything stands still until it is resumed."""
+    return reply(await lifecycle.pause(runtime_of(request), request.path_params["id"]))
+
+
+async def resume(request: Request) -> Response:
+    """Let a paused sandbox run on, with the right time."""
+    return reply(await lifecycle.resume(runtime_of(request), request.path_params["id"]))
+
+
+async def fork_verb(request: Request) -> Response:
+    """Fork children of a snapshot or a running sandbox in one call, each with its own details."""
+    children = await fork_any(runtime_of(request), await read_body(request, ForkRequest))
+    return _children(request, children)
+
+
+async def go_back(request: Request) -> Response:
+    """Go back to one of its snapshots; id, name and details stay."""
+    body = await read_body(request, RollbackRequest)
+    return reply((await rollback(runtime_of(request), request.path_params["id"], body.tag)).info)
+
+
+async def take_over(request: Request) -> Response:
+    """Take over the id, name and details of the sandbox this one was forked from, which ends."""
+    return reply((await promote(runtime_of(request), request.path_params["id"])).info)
 
 
 async def delete(request: Request) -> Response:
@@ -122,7 +156,9 @@ async def run(request: Request) -> Response:
 async def capture(request: Request) -> Response:
     """Branch: capture a running sandbox into a new snapshot."""
     body = await read_body(request, BranchRequest)
-    info = await branch(runtime_of(request), request.path_params["id"], body)
+    runtime = runtime_of(request)
+    async with awake(runtime, request.path_params["id"]) as sandbox:
+        info = await branch(runtime, sandbox.id, body)
     note_of(request.scope)["ids"] = [info.tag]
     return reply(info, 202 if info.status == "writing" else 201)
 
@@ -157,7 +193,26 @@ def _failed_child(index: int, error: ForkdError) -> FailedChild:
 
 ID = "/v1/sandboxes/{id}"
 routes = [
-    route("GET", "/v1/sandboxes", index, {200: list[SandboxInfo]}),
+    route("GET", "/v1/sandboxes", index, {200: list[SandboxInfo]}, query={"label": str, "status": str}),
+    route(
+        "POST",
+        "/v1/fork",
+        fork_verb,
+        {201: list[SandboxInfo], 207: PartialSpawn},
+        body=ForkRequest,
+        errors=(BadInput, SnapshotNotFound, Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
+    ),
+    route("POST", f"{ID}/pause", pause, {200: SandboxInfo}, errors=(EngineError, *IN_SANDBOX)),
+    route("POST", f"{ID}/resume", resume, {200: SandboxInfo}, errors=(EngineError, *IN_SANDBOX)),
+    route(
+        "POST",
+        f"{ID}/rollback",
+        go_back,
+        {200: SandboxInfo},
+        body=RollbackRequest,
+        errors=(BadInput, SnapshotNotFound, Conflict, EngineError, *IN_SANDBOX),
+    ),
+    route("POST", f"{ID}/promote", take_over, {200: SandboxInfo}, errors=(Conflict, EngineError, *IN_SANDBOX)),
     route(
         "POST",
         "/v1/sandboxes",

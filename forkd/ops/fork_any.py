@@ -1,0 +1,202 @@
+"""The one fork verb: children of a snapshot or of a running sandbox, each with details of its own; and going back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from forkd.config import MAX_CHILDREN
+from forkd.ops.awake import awake
+from forkd.ops.branch import branch
+from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.ops.fork_running import fork_running
+from forkd.ops.lifecycle import check_details, dress
+from forkd.runtime import Runtime
+from forkd.sandbox import Sandbox, end_sandbox
+from forkd.specs.errors import BadInput, Conflict, ForkdError, GuestTimeout, SandboxNotFound
+from forkd.specs.requests import BranchRequest, ForkRequest, SandboxDetails
+
+MAX_ANSWERS = 1000
+_Make = Callable[[ForkOptions], Awaitable[list[Child]]]
+
+
+class Answer:
+    """A fork under way or done, under its idempotency key."""
+
+    def __init__(self, request: ForkRequest) -> None:
+        self.request = request
+        self.done = trio.Event()
+        self.children: list[Child] = []
+        self.error: ForkdError | None = None
+        self.abandoned = False
+
+
+async def fork_any(runtime: Runtime, request: ForkRequest) -> list[Child]:
+    """One row a child. With ``on_partial`` rollback one failure ends the others too, and is raised.
+
+    The same ``idempotency_key`` gives the same answer, whether the first request is under way or done; this process
+    remembers the last thousand. A deadline that passes ends whatever comes up after it.
+    """
+    _check(runtime, request)
+    key = request.idempotency_key
+    answer = runtime.fork_answers.get(key) if key is not None else None
+    if answer is None:
+        answer = Answer(request)
+        if key is not None:
+            runtime.fork_answers[key] = answer
+            while len(runtime.fork_answers) > MAX_ANSWERS:
+                runtime.fork_answers.pop(next(iter(runtime.fork_answers)))
+        runtime.nursery.start_soon(_run, runtime, answer)
+    elif answer.request != request:
+        raise Conflict(f"the idempotency key {str(key)[:80]!r} was used for another request", hint="use a new key")
+    try:
+        with trio.move_on_after(request.deadline_secs if request.deadline_secs is not None else 86400):
+            await answer.done.wait()
+    finally:
+        if not answer.done.is_set() and key is None:
+            answer.abandoned = True
+    if not answer.done.is_set():
+        answer.abandoned = True
+        raise GuestTimeout(f"the children were not up within {request.deadline_secs or 0:g} s; they are ended")
+    if answer.error is not None:
+        raise answer.error
+    return answer.children
+
+
+def _check(runtime: Runtime, request: ForkRequest) -> None:
+    if not 1 <= request.n <= MAX_CHILDREN:
+        raise BadInput(f"{request.n} children are not possible", hint=f"give 1 to {MAX_CHILDREN}")
+    if len(request.per_child) > request.n:
+        raise BadInput(f"per_child has {len(request.per_child)} entries for {request.n} children")
+    if request.on_partial not in ("keep", "rollback"):
+        raise BadInput(f"on_partial is {request.on_partial[:40]!r}", hint="keep or rollback")
+    if request.deadline_secs is not None and not 0 < request.deadline_secs <= 86400:
+        raise BadInput(f"a deadline of {request.deadline_secs:g} s is not possible")
+    for details in (request.all_children, *request.per_child):
+        check_details(runtime, details)
+
+
+async def _run(runtime: Runtime, answer: Answer) -> None:
+    request = answer.request
+    try:
+        rows = await _children(runtime, request)
+        rows = await _dressed(runtime, request, rows)
+        errors = [child.error for child in rows if child.error is not None]
+        alive = [child.sandbox for child in rows if child.sandbox is not None]
+        if answer.abandoned or (errors and (request.on_partial == "rollback" or not alive)):
+            await _end(alive)
+            if errors:
+                failed = [{"index": row.index, "error": str(row.error)} for row in rows if row.error is not None]
+                errors[0].details["failed"] = failed
+                answer.error = errors[0]
+        answer.children = rows
+    except ForkdError as error:
+        answer.error = error
+    finally:
+        if answer.error is not None and request.idempotency_key is not None:
+            runtime.fork_answers.pop(request.idempotency_key, None)
+        answer.done.set()
+
+
+async def _children(runtime: Runtime, request: ForkRequest) -> list[Child]:
+    options = ForkOptions(network=request.network, allow=tuple(request.allow))
+    try:
+        sandbox = runtime.sandbox(request.source)
+    except SandboxNotFound:
+        if request.mode is not None:
+            raise BadInput("mode is for a running sandbox", hint="leave it away to fork a snapshot") from None
+        if not runtime.snapshots.path(request.source).exists() and request.source not in runtime.writing:
+            raise
+        return await fork(runtime, request.source, request.n, options)
+    async with awake(runtime, request.source):
+        if request.mode is None and request.network == "none":
+            children = await fork_running(runtime, sandbox.id, request.n, options)
+        else:
+            taken = await branch(runtime, sandbox.id, BranchRequest(mode=request.mode or "live"))
+            children = await fork(runtime, taken.tag, request.n, options)
+    for child in children:
+        if child.sandbox is not None:
+            child.sandbox.info.forked_from = sandbox.id
+    return children
+
+
+async def _dressed(runtime: Runtime, request: ForkRequest, rows: list[Child]) -> list[Child]:
+    """Every child with its details; one that cannot have them is ended, and says why."""
+
+    async def one(index: int, sandbox: Sandbox) -> None:
+        try:
+            await dress(runtime, sandbox, request.all_children)
+            if index < len(request.per_child):
+                await dress(runtime, sandbox, request.per_child[index])
+        except ForkdError as error:
+            await end_sandbox(sandbox)
+            rows[index] = Child(index, None, error)
+
+    async with trio.open_nursery() as nursery:
+        for row in list(rows):
+            if row.sandbox is not None:
+                nursery.start_soon(one, row.index, row.sandbox)
+    return rows
+
+
+async def _end(sandboxes: list[Sandbox]) -> None:
+    async with trio.open_nursery() as nursery:
+        for sandbox in sandboxes:
+            nursery.start_soon(end_sandbox, sandbox)
+
+
+async def rollback(runtime: Runtime, reference: str, tag: str) -> Sandbox:
+    """A sandbox goes back to one of its snapshots and keeps its id, name and details.
+
+    What it runs now ends first; if the snapshot then does not come up, the sandbox is gone, and the error says so.
+    """
+    sandbox = runtime.sandbox(reference)
+    stored = runtime.snapshots.load(tag)
+    if tag != sandbox.info.snapshot_tag and stored.manifest.branched_from != sandbox.id:
+        raise Conflict(f"snapshot {tag!r} is not one of {sandbox.id}", hint="branch it first; or fork the snapshot")
+    stored.check_files()
+    return await _replace(runtime, sandbox, lambda options: fork(runtime, tag, 1, options))
+
+
+async def promote(runtime: Runtime, reference: str) -> Sandbox:
+    """A child takes over the id, name and details of the sandbox it was forked from, which ends."""
+    child = runtime.sandbox(reference)
+    source = runtime.sandboxes.get(child.info.forked_from or "")
+    if source is None:
+        raise Conflict(f"{child.id} was not forked from a sandbox that runs", hint="fork it with POST /v1/fork")
+    async with awake(runtime, reference):
+        made = await _replace(runtime, source, lambda options: fork_running(runtime, child.id, 1, options))
+    await end_sandbox(child)
+    return made
+
+
+async def _replace(runtime: Runtime, former: Sandbox, make: _Make) -> Sandbox:
+    """End a sandbox and make another one with its id and details."""
+    info = former.info
+    async with former.capturing:
+        await end_sandbox(former)
+    row = (await make(ForkOptions(sandbox_id=info.id, network=info.network, allow=tuple(info.allow))))[0]
+    if row.sandbox is None:
+        assert row.error is not None
+        runtime.endings[info.id] = f"it was replaced, and the other did not come up: {row.error}"
+        raise row.error
+    new = row.sandbox.info
+    new.forked_from, new.branch_count, new.has_branched = info.forked_from, info.branch_count, info.has_branched
+    left = None if info.expires_at_unix is None else max(0.001, info.expires_at_unix - time.time())
+    await dress(
+        runtime,
+        row.sandbox,
+        SandboxDetails(
+            name=info.name,
+            labels=info.labels,
+            metadata=info.metadata,
+            env=info.env,
+            timeout_secs=left,
+            idle_pause_secs=info.idle_pause_secs,
+        ),
+    )
+    new.timeout_secs = info.timeout_secs
+    runtime.observe("replaced", id=info.id, tag=new.snapshot_tag)
+    return row.sandbox
