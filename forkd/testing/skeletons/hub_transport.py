@@ -56,10 +56,6 @@ class SkeletonHubTransport:
             await trio.lowlevel.checkpoint()
             yield found[start : start + CHUNK]
 
-    async def mount_blob(self, place: Place, sha256: str, other: str) -> bool:
-        """This place cannot take a blob over from another package: it is sent."""
-        return False
-
     async def write_blob(self, place: Place, sha256: str, size: int, body: Body) -> None:
         """Take all of it, then keep it."""
         await self.write_file(f"{place.base}/blobs/{sha256}", place.login, size, body)
