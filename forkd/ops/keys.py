@@ -96,14 +96,19 @@ def forget_login(runtime: Runtime, url: str) -> None:
 
 def login_for(runtime: Runtime, url: str) -> Login | None:
     """The login for a URL: the one saved for the longest URL it begins with, else the token that is set for the hub."""
-    fitting = [base for base in _logins(runtime) if url == base or url.startswith(base + "/")]
+    fitting = [base for base in _logins(runtime) if _is_below(url, base)]
     if fitting:
         saved = _logins(runtime)[max(fitting, key=len)]
         return Login(token=saved.token, username=saved.username, password=saved.password)
     settings = runtime.settings
-    if settings.hub_token and settings.hub_url and url.startswith(refs.base_url(settings.hub_url)):
+    if settings.hub_token and settings.hub_url and _is_below(url, refs.base_url(settings.hub_url)):
         return Login(token=settings.hub_token)
     return None
+
+
+def _is_below(url: str, base: str) -> bool:
+    """Never by the beginning of a word: ``https://host`` is not ``https://host.example``."""
+    return url == base or url.startswith(base + "/")
 
 
 def _logins(runtime: Runtime) -> dict[str, _SavedLogin]:

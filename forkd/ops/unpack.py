@@ -23,7 +23,7 @@ from forkd.ops.keys import trusted_keys
 from forkd.ops.meter import ByteProgress, Meter, metered
 from forkd.ops.remove import remove_snapshot
 from forkd.runtime import Runtime
-from forkd.specs.errors import BadInput, NoSpace, PackError, TagTaken
+from forkd.specs.errors import BadInput, NoSpace, PackError, SnapshotInUse, TagTaken
 from forkd.specs.models import ParentRef, Snapshot
 from forkd.specs.packs import Blob, PackManifest
 from forkd.specs.requests import UnpackRequest
@@ -92,12 +92,23 @@ def plan(
                     hint="give --tag NAME, or --force to replace it",
                 )
             if last:
-                replaced = name
+                replaced = _replaceable(runtime, name)
             else:  # an ancestor is not asked for by name: it gets one that says which it is
                 name = check_tag(f"{layer.tag[:51]}-{layer.content.removeprefix('sha256:')[:12]}")
         missing.append(msgspec.structs.replace(layer, tag=name, parent=parent))
         parent = ParentRef(tag=name, content=layer.content)
     return Plan(manifest, missing, _local_files(runtime, missing, here), replaced, verdict, present)
+
+
+def _replaceable(runtime: Runtime, tag: str) -> str:
+    """A tag whose snapshot may make room: nothing builds on it. Raises SnapshotInUse before anything is fetched."""
+    if dependents := runtime.snapshots.dependents(tag):
+        raise SnapshotInUse(
+            f"{tag!r} cannot be replaced: {', '.join(dependents)} build on it",
+            hint="give --tag NAME, or remove them first: forkd rmi --cascade",
+            dependents=dependents,
+        )
+    return tag
 
 
 def _local_files(runtime: Runtime, missing: list[Snapshot], here: Mapping[str, Stored]) -> dict[str, Path]:

@@ -119,10 +119,16 @@ class BlobStore:
     def evict(self) -> None:
         """Drop blobs beyond the limit, those not used for longest first, none that was used within the hour."""
         found = [path for path in self.root.iterdir() if _HEX.fullmatch(path.name)] if self.root.is_dir() else []
-        aged = sorted(((path.stat().st_mtime, path) for path in found), reverse=True)
+        aged: list[tuple[float, int, Path]] = []
+        for path in found:
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue  # another process was quicker
+            aged.append((status.st_mtime, status.st_blocks * 512, path))
         total = 0
-        for used, path in aged:
-            total += files.physical_bytes(path)
+        for used, size, path in sorted(aged, reverse=True):
+            total += size
             if total > self._limit and time.time() - used > RECENT_SECONDS:
                 path.unlink(missing_ok=True)
 

@@ -23,7 +23,7 @@ from forkd.ops.transfer import pull, push
 from forkd.ops.unpack import unpack
 from forkd.plugins.hub_http.transport import HttpTransport
 from forkd.runtime import Runtime
-from forkd.specs.errors import BadInput, NotFound, PackError, TagTaken, TransferError, Unauthorized
+from forkd.specs.errors import BadInput, NotFound, PackError, SnapshotInUse, TagTaken, TransferError, Unauthorized
 from forkd.specs.requests import PackRequest, PullRequest, PushRequest, UnpackRequest
 from forkd.store.chain import resolve
 from tests.hub_support import Faulty, add_snapshot, faulty_server, quiet, runtime_at, tree
@@ -131,6 +131,10 @@ async def test_an_ancestor_whose_tag_is_taken_gets_another_and_the_head_is_refus
     with pytest.raises(TagTaken):
         await pull(taker, PullRequest(target="acme/branch", hub=hub), quiet)
     assert taker.snapshots.load("branch").manifest == other.manifest
+    leaf = add_snapshot(taker, "leaf", other, seed=97)
+    with pytest.raises(SnapshotInUse, match="leaf"):
+        await pull(taker, PullRequest(target="acme/branch", hub=hub, force=True), quiet)
+    taker.snapshots.remove(leaf.manifest.tag)
     result = await pull(taker, PullRequest(target="acme/branch", hub=hub, force=True), quiet)
     content = maker.snapshots.load("base").manifest.content.removeprefix("sha256:")[:12]
     assert result["added"] == [f"base-{content}", "branch"]
@@ -328,6 +332,20 @@ async def test_a_server_that_is_wrong_is_refused_and_nothing_comes_of_it(
         server.misbehave = None
         await pull(taker, PullRequest(target="acme/base", hub=server.url), quiet)  # and what is left does no harm
     same(maker, taker, "base")
+
+
+async def test_the_token_that_is_set_is_for_the_hub_that_is_set(tmp_path: Path) -> None:
+    from forkd.ops.keys import login_for
+
+    async with runtime_at(tmp_path / "data", hub_url="https://host/hub/", hub_token="secret") as runtime:
+        assert login_for(runtime, "https://host/hub/acme/py") is not None
+        for url in (
+            "https://host/hub2/acme/py",
+            "https://host/hubs",
+            "https://host.example/hub/acme/py",
+            "http://host/hub/x",
+        ):
+            assert login_for(runtime, url) is None
 
 
 async def test_logins_go_to_the_host_they_are_for_and_to_no_other(maker: Runtime, hub: str, tmp_path: Path) -> None:
