@@ -15,18 +15,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LEVEL = 3
-ROUNDS = 3
+ROUNDS = int(os.environ.get("ROUNDS", "3"))
 
 
-def run(*command: str, env: dict[str, str] | None = None) -> tuple[float, float]:
-    """Seconds and peak RSS in MiB of a command."""
+def run(*command: str, env: dict[str, str] | None = None) -> tuple[float, float, float]:
+    """Seconds, seconds of CPU and peak RSS in MiB of a command."""
     began = time.monotonic()
     pid = os.posix_spawnp(command[0], command, {**os.environ, **(env or {})}, file_actions=[
         (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0), (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
     ])  # fmt: skip
     _, status, usage = os.wait4(pid, 0)
     assert status == 0, command
-    return time.monotonic() - began, usage.ru_maxrss / 1024
+    return time.monotonic() - began, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def physical(path: Path) -> float:
@@ -45,29 +45,31 @@ def main() -> None:
         for part in ("snapshots", "rootfs", "cache"):
             (host / part).symlink_to(data / part)
         out = work / f"{tag}.forkd-snapshot.tar.zst"
-        idle = statistics.median(run(*forkd, "images", env={"FORKD_DATA_DIR": str(host)})[0] for _ in range(ROUNDS))
-        rows: dict[str, list[tuple[float, float]]] = {"zstd": [], "pack": [], "unpack": []}
+        start = run(*forkd, "images", env={"FORKD_DATA_DIR": str(host)})[1]
+        rows: dict[str, list[tuple[float, float, float]]] = {"zstd": [], "pack": [], "unpack": []}
         run("cat", str(memory))
         for _ in range(ROUNDS):
             disks = sorted({path.resolve() for path in (host / "rootfs").glob("*.ext4") if physical(path)})
-            seconds = 0.0
+            seconds = cpu = 0.0
             for path in (memory, *disks):
-                spent, _ = run("zstd", f"-{LEVEL}", "-T2", "-q", "-f", "-o", str(work / "zstd.out"), str(path))
-                seconds += spent
-            rows["zstd"].append((seconds, 0))
+                spent, busy, _ = run("zstd", f"-{LEVEL}", "-T2", "-q", "-f", "-o", str(work / "zstd.out"), str(path))
+                seconds, cpu = seconds + spent, cpu + busy
+            rows["zstd"].append((seconds, cpu, 0))
             shutil.rmtree(host / "blobs", ignore_errors=True)
             rows["pack"].append(run(*forkd, "pack", "--tag", tag, "-o", str(out), env={"FORKD_DATA_DIR": str(host)}))
             shutil.rmtree(there, ignore_errors=True)
             rows["unpack"].append(run(*forkd, "unpack", str(out), env={"FORKD_DATA_DIR": str(there)}))
         size, ram = out.stat().st_size, memory.stat().st_size
-        zstd, pack, unpack = (statistics.median(seconds for seconds, _ in rows[name]) for name in rows)
+        zstd, pack, unpack = (statistics.median(row[0] for row in rows[name]) for name in rows)
+        cpu_zstd, cpu_pack, cpu_unpack = (statistics.median(row[1] for row in rows[name]) for name in rows)
         print(f"memory {ram >> 20} MiB, on disk {physical(memory):.0f} MiB; disks {sum(map(physical, disks)):.0f} MiB")
         print(f"pack {size / (1 << 20):.1f} MiB: {ram / size:.1f} times smaller than RAM")
-        print(f"zstd -{LEVEL} -T2  {zstd:.2f} s")
-        peaks = {name: max(peak for _, peak in rows[name]) for name in rows}
-        print(f"forkd pack    {pack:.2f} s, {idle:.2f} s of it any command's; peak {peaks['pack']:.0f} MiB")
-        print(f"forkd unpack  {unpack:.2f} s; peak {peaks['unpack']:.0f} MiB")
-        print(f"throughput of pack / zstd: {zstd / pack:.2f}; without Python's start {zstd / (pack - idle):.2f}")
+        peaks = {name: max(row[2] for row in rows[name]) for name in rows}
+        print(f"zstd -{LEVEL} -T2  {zstd:.2f} s, {cpu_zstd:.2f} s of CPU")
+        print(f"forkd pack    {pack:.2f} s, {cpu_pack:.2f} s of CPU; peak {peaks['pack']:.0f} MiB")
+        print(f"forkd unpack  {unpack:.2f} s, {cpu_unpack:.2f} s of CPU; peak {peaks['unpack']:.0f} MiB")
+        print(f"throughput of pack / zstd: {zstd / pack:.2f} by the clock, {cpu_zstd / cpu_pack:.2f} by CPU time,")
+        print(f"  {cpu_zstd / (cpu_pack - start):.2f} by CPU time without the {start:.2f} s any command takes to start")
 
 
 main()
