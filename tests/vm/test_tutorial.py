@@ -16,9 +16,8 @@ pytestmark = pytest.mark.vm
 TAGS = ("from-afar", "crossroads", "noted")
 
 
-def test_the_tutorial_works(data_dir: Path, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/TUTORIAL.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 7
+def run_script(data_dir: Path, tmp_path: Path, blocks: list[str]) -> str:
+    """Run shell commands in which ``forkd`` is the one under test; what they print."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "forkd"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(FORKD)} "$@"\n')
@@ -37,6 +36,20 @@ def test_the_tutorial_works(data_dir: Path, tmp_path: Path) -> None:
     )
     daemon = tmp_path / "daemon.log"
     assert done.returncode == 0, done.stdout + done.stderr + (daemon.read_text() if daemon.exists() else "")
+    return done.stdout
+
+
+def test_the_readmes_first_commands_work(data_dir: Path, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text().partition("## After `make demo`")[2]
+    block = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
+    assert "forkd fork" in block
+    assert "hello\n" in run_script(data_dir, tmp_path, [block])
+
+
+def test_the_tutorial_works(data_dir: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/TUTORIAL.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 7
+    said = run_script(data_dir, tmp_path, blocks)
     for words in ("45.0", "hello from", "remember", "half way there"):
-        assert words in done.stdout, words
-    assert done.stdout.count("half way there") == 5
+        assert words in said, words
+    assert said.count("half way there") == 5
