@@ -108,6 +108,22 @@ def test_it_leaves_nothing_in_the_scratch_directory(scratch: Path) -> None:
     assert list(scratch.glob("_MEI*")) == []
 
 
+def test_the_mcp_server_speaks_from_it(scratch: Path) -> None:
+    hello = {"protocolVersion": "2025-03-26", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    request = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": hello})
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(scratch), "TMPDIR": str(scratch)}
+    with subprocess.Popen(
+        [BINARY, "mcp"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None and server.stderr is not None
+        server.stdin.write(request + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        server.terminate()
+        assert answer, server.stderr.read()
+    assert "serverInfo" in json.loads(answer)["result"]
+
+
 def inner_of(launcher: int) -> int | None:
     """The process that does the work, once it holds its directory."""
     for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
