@@ -64,6 +64,7 @@ def cell(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     root = tmp_path_factory.mktemp("cell")
     for name in ("proc", "dev", "tmp", "data"):
         (root / name).mkdir()
+    (root / "bin").symlink_to("usr/bin")
     wanted: set[Path] = libraries(BINARY)
     for name in PROGRAMS:
         program = Path(shutil.which(name) or "")
