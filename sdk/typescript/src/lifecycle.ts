@@ -1,0 +1,43 @@
+import { ProcessMethods } from './processes.js';
+import { sandboxPath } from './methods.js';
+import type { Json } from './methods.js';
+import { body } from './options.js';
+import type { Options } from './options.js';
+import type * as api from './schema.js';
+
+export type ForkRequestOptions = Options<api.ForkRequest, 'source' | 'n'>;
+
+/** The one fork verb, pausing, going back, taking over, and what happens. */
+export class LifecycleMethods extends ProcessMethods {
+  /** Fork a sandbox or a snapshot, in one call; with `onPartial: 'keep'` a 207 carries both lists. */
+  fork(source: string, n = 1, options: ForkRequestOptions = {}): Promise<api.SandboxInfo[]> {
+    return this.http.json('POST', '/v1/fork', { body: { source, n, ...body(options) } });
+  }
+
+  pauseSandbox(id: string): Promise<api.SandboxInfo> {
+    return this.http.json('POST', sandboxPath(id, '/pause'));
+  }
+
+  resumeSandbox(id: string): Promise<api.SandboxInfo> {
+    return this.http.json('POST', sandboxPath(id, '/resume'));
+  }
+
+  /** Go back to one of its snapshots, under the same id. */
+  rollback(id: string, tag: string): Promise<api.SandboxInfo> {
+    return this.http.json('POST', sandboxPath(id, '/rollback'), { body: { tag } });
+  }
+
+  /** A child takes over its source's place. */
+  promote(id: string): Promise<api.SandboxInfo> {
+    return this.http.json('POST', sandboxPath(id, '/promote'));
+  }
+
+  /** Tell `onEvent` what happens in the daemon, until `signal` ends it. */
+  async followEvents(
+    onEvent: (event: Json) => void,
+    options: { since?: number; sandbox?: string; signal?: AbortSignal } = {},
+  ): Promise<void> {
+    const { signal, ...query } = options;
+    await this.http.events('GET', '/v1/events', { query, signal }, onEvent);
+  }
+}
