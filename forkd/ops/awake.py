@@ -31,12 +31,15 @@ async def awake(runtime: Runtime, reference: str) -> AsyncIterator[Sandbox]:
 
 
 async def pause_sandbox(runtime: Runtime, sandbox: Sandbox, *, auto: bool = False) -> None:
-    """Stop its virtual CPUs. What it runs stands still and costs no CPU."""
+    """Stop its virtual CPUs. What it runs stands still and costs no CPU. ``auto``: unless somebody uses it."""
     async with sandbox.capturing:
         if sandbox.info.status == "paused":
             sandbox.info.auto_paused = sandbox.info.auto_paused and auto
-        else:
+        elif not (auto and sandbox.users):
             await sandbox.machine.pause()
+            if auto and sandbox.users:  # who came meanwhile believes that it runs
+                await sandbox.machine.resume()
+                return
             sandbox.info.status, sandbox.info.auto_paused = "paused", auto
             runtime.observe("paused", id=sandbox.id, auto=auto)
         runtime.inventory.save(sandbox)

@@ -87,7 +87,9 @@ async def _run(runtime: Runtime, answer: Answer) -> None:
         alive = [child.sandbox for child in rows if child.sandbox is not None]
         if answer.abandoned or (errors and (request.on_partial == "rollback" or not alive)):
             await _end(alive)
-            if errors:
+            if answer.abandoned:
+                answer.error = GuestTimeout("the children were not up in time; they are ended")
+            elif errors:
                 failed = [{"index": row.index, "error": str(row.error)} for row in rows if row.error is not None]
                 errors[0].details["failed"] = failed
                 answer.error = errors[0]
