@@ -1,0 +1,83 @@
+"""Buffers of output: bounded, resumable, lossless for those who listen."""
+
+from __future__ import annotations
+
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forkd.processtable import MAX_ENDED, Output, Process, ProcessTable
+
+
+async def test_without_listeners_the_oldest_goes_and_it_is_counted() -> None:
+    output = Output(limit=10)
+    for data in (b"aaaa", b"bbbb", b"cccc"):
+        await output.put("stdout", data)
+    assert (output.begin, output.end) == (4, 12)
+    assert output.kept() == [("stdout", b"bbbb"), ("stdout", b"cccc")]
+    output.close()
+    with output.listen(1) as late:
+        assert late.lost == 3
+        assert [data async for _, data in late] == [b"bbbb", b"cccc"]
+    with output.listen(6) as middle:
+        assert middle.lost == 0
+        assert [data async for _, data in middle] == [b"bb", b"cccc"]
+    with output.listen(999) as beyond:
+        assert [data async for _, data in beyond] == []
+
+
+async def test_a_slow_listener_holds_the_writer_up_and_a_leaving_one_lets_it_go(autojump_clock: object) -> None:
+    output = Output(limit=10)
+    async with trio.open_nursery() as nursery:
+        with output.listen() as slow:
+            await output.put("stdout", b"12345678")
+            nursery.start_soon(output.put, "stderr", b"abcdefgh")
+            await trio.sleep(1)
+            assert output.end == 8
+            assert await anext(slow) == ("stdout", b"12345678")
+            await trio.sleep(1)
+            assert output.end == 16
+            nursery.start_soon(output.put, "stdout", b"xxxxxxxx")
+            await trio.sleep(1)
+            assert output.end == 16
+    assert output.end == 24
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=12), max_size=30), st.integers(0, 80), st.integers(1, 40))
+def test_a_listener_gets_every_byte_from_its_position_on(pieces: list[bytes], position: int, limit: int) -> None:
+    async def main() -> None:
+        output, heard = Output(limit), b""
+        whole = b"".join(pieces)
+        with trio.fail_after(5):
+            async with trio.open_nursery() as nursery:
+                with output.listen() as listener:
+
+                    async def write() -> None:
+                        for piece in pieces:
+                            await output.put("stdout", piece)
+                        output.close()
+
+                    nursery.start_soon(write)
+                    async for _, data in listener:
+                        heard += data
+                        assert output.end - output.begin <= max(limit, 12)
+            assert heard == whole
+            with output.listen(position) as again:
+                rest = b"".join([data async for _, data in again])
+                assert rest == whole[max(position, output.begin) :]
+
+    trio.run(main)
+
+
+async def test_the_table_forgets_the_oldest_that_ended() -> None:
+    table = ProcessTable()
+    for pid in range(1, MAX_ENDED + 11):
+        table.add(Process(["true"], pid=pid, answer={"exit_code": 0} if pid != 3 else None))
+    assert table.find("3") is not None
+    assert table.find("1") is None
+    assert sum(not process.running for process in table) == MAX_ENDED
+    newest = Process(["x"], tag="job", pid=900)
+    table.add(Process(["x"], tag="job", pid=800))
+    table.add(newest)
+    assert table.find("job") is newest
