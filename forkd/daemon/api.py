@@ -22,6 +22,7 @@ from forkd.specs.errors import (
     MachineGone,
     NoSpace,
     SandboxNotFound,
+    SandboxPaused,
     SnapshotNotFound,
     TooBusy,
 )
@@ -30,7 +31,7 @@ MAX_BODY = 2 << 20
 Handler = Callable[[Request], Awaitable[Response]]
 Errors = tuple[type[ForkdError], ...]
 
-IN_SANDBOX: Errors = (SandboxNotFound, TooBusy, MachineGone, GuestError, GuestTimeout)
+IN_SANDBOX: Errors = (SandboxNotFound, SandboxPaused, TooBusy, MachineGone, GuestError, GuestTimeout)
 """What anything asked of a sandbox may meet."""
 OF_SNAPSHOT: Errors = (SnapshotNotFound, BadInput, NoSpace)
 """What anything done to a snapshot may meet."""
