@@ -49,13 +49,13 @@ async def test_who_comes_back_gets_what_was_said_and_how_it_ended(agent: AgentPr
     os.mkfifo(tmp_path / "gate")
     script = f"cat {tmp_path}/alone; echo early; echo wrong >&2; cat {tmp_path}/gate; exit 7"
     pid = await start(agent, "sh", "-c", script)
-    (tmp_path / "alone").write_text("")
     with trio.fail_after(20):
         async with agent.link() as link:
             rows = await link.procs()
             check_shape({"ok": True, "procs": rows}, "answer_procs")
             mine = next(row for row in rows if row["pid"] == pid)
             assert (mine["running"], mine["attached"]) == (True, False)
+            (tmp_path / "alone").write_text("")  # from here on it talks to nobody
             async with link.attach(pid) as stream:
                 assert (await stream.started())["dropped"] == 0
                 assert {await anext(stream), await anext(stream)} == {("stdout", b"early\n"), ("stderr", b"wrong\n")}
