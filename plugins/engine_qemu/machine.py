@@ -167,7 +167,9 @@ class Launch:
     async def running(self, machine: QemuMachine) -> None:
         """Wait until incoming state is loaded and the guest runs. Raises LaunchFailed."""
         with self.explained():
-            await machine._qmp.event("RESUME")
+            # Asked first: an event from before QMP's command mode, which a busy host enters late, is never sent.
+            if (await machine._qmp.execute("query-status"))["status"] != "running":
+                await machine._qmp.event("RESUME")
 
     def explained(self) -> _Explained:
         """Turn the loss of the control socket into a LaunchFailed that tells the whole story."""

@@ -143,18 +143,18 @@ async def measure(settings: Settings, ram: int, changes: list[int], repetitions:
     async with open_runtime(settings) as runtime:
         tag = await parent(runtime, ram)
         for changed in changes:
-            for backend, modes in (("file", MODES), ("memfd", ("live", QEMU))):
+            for backend, mode in (*(("file", mode) for mode in MODES), ("memfd", "live"), ("memfd", QEMU)):
+                # A source of its own for each: reading all of RAM maps it all, which lengthens every later fork.
                 sandbox = await source(runtime, tag, changed, backend)
-                for mode in modes:
-                    rows = []
-                    for _ in range(repetitions):
-                        if mode == QEMU:
-                            rows.append(await one_background_snapshot(runtime, sandbox))
-                        else:
-                            rows.append(await one_branch(runtime, sandbox, mode))
-                    row = summary(rows, ram_mib=ram, changed_mib=changed, mode=mode, memory=backend, store="disk")
-                    print(row_line(row), file=sys.stderr)
-                    results.append(row)
+                rows = []
+                for _ in range(repetitions):
+                    if mode == QEMU:
+                        rows.append(await one_background_snapshot(runtime, sandbox))
+                    else:
+                        rows.append(await one_branch(runtime, sandbox, mode))
+                row = summary(rows, ram_mib=ram, changed_mib=changed, mode=mode, memory=backend, store="disk")
+                print(row_line(row), file=sys.stderr)
+                results.append(row)
                 await end_sandbox(sandbox)
     return results
 

@@ -179,3 +179,21 @@ def test_work_directories_are_kept_on_request_and_removed_by_cleanup(forkd: Call
     assert kept[0].exists()
     assert forkd("cleanup", "--yes").returncode == 0
     assert list((data_dir / "kept").iterdir()) == []
+
+
+async def test_a_host_too_busy_to_listen_in_time_still_learns_that_the_guest_runs(
+    controller: AsyncController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """QEMU announces that the guest runs only to who has entered QMP's command mode by then."""
+    from forkd.plugins.engine_qemu.qmp import Qmp
+
+    negotiate = Qmp.negotiate
+
+    async def late(self: Qmp) -> None:
+        await trio.sleep(1)  # the busy host
+        await negotiate(self)
+
+    monkeypatch.setattr(Qmp, "negotiate", late)
+    with trio.fail_after(120):
+        (child,) = await controller.spawn_sandboxes(PARENT, 1, spawn="restore")
+    assert (await controller.eval_code(child["id"], "1 + 1", 60))["result"] == "2"
