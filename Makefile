@@ -39,8 +39,8 @@ test-slow: setup  ## minutes each: soaks, thousands of clones
 
 binary: dist/forkd  ## one file that does everything, with its checksums and bill of materials
 
-dist/forkd: $(READY) $(shell find -L forkd packaging/forkd.spec build -name '*.py' -o -name '*.spec' -o -name '*.md' -o -name '*.json')
-	$(BIN)/pyinstaller --noconfirm --log-level WARN --workpath .work/pyinstaller --distpath dist packaging/forkd.spec
+dist/forkd: $(READY) $(shell find -L forkd forkd.spec build -name '*.py' -o -name '*.spec' -o -name '*.md' -o -name '*.json')
+	$(BIN)/pyinstaller --noconfirm --log-level WARN --workpath .work/pyinstaller --distpath dist forkd.spec
 	cd dist && sha256sum forkd forkd.cdx.json > SHA256SUMS
 
 test-binary: dist/forkd  ## the CLI and VM cases again, on the binary
