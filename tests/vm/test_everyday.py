@@ -1,0 +1,52 @@
+"""Verbs of every day at the command line: pause, label, renew, go back, take over, look at logs, compare, copy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import Forkd
+
+pytestmark = pytest.mark.vm
+PARENT = "python-numpy"
+
+
+def ok(done: Any) -> str:
+    assert done.returncode == 0, done.stderr + done.stdout
+    return str(done.stdout)
+
+
+def test_a_sandbox_is_paused_labelled_renewed_put_back_and_taken_over(daemon: Any, forkd: Forkd) -> None:
+    child = json.loads(ok(forkd("spawn", "--tag", PARENT, "--json")))[0]["id"]
+    assert ok(forkd("pause", child)) == f"✓ {child} paused\n"
+    refused = forkd("eval", "--sandbox", child, "1")
+    assert refused.returncode != 0
+    assert f"forkd resume {child}" in refused.stderr
+    assert ok(forkd("resume", child)) == f"✓ {child} running\n"
+
+    assert ok(forkd("label", child, "team=red", "try=1", "--name", "main")) == "team=red\ntry=1\n"
+    assert ok(forkd("label", "main", "try-")) == "team=red\n"
+    assert forkd("label", "main", "nonsense").returncode == 2
+    assert ok(forkd("renew", "main", "--timeout", "900", "--idle-pause", "600")) == (
+        f"✓ {child} ends in 900 s, dozes after 600 s without use\n"
+    )
+    assert ok(forkd("renew", "main", "--timeout", "0", "--idle-pause", "0")) == f"✓ {child} no time limit\n"
+
+    tag = "t-everyday"
+    ok(forkd("eval", "--sandbox", "main", "x = 1"))
+    ok(forkd("snapshot", "--from-sandbox", child, "--tag", tag, "--live"))
+    ok(forkd("eval", "--sandbox", "main", "x = 2"))
+    assert ok(forkd("rollback", "main", tag)) == f"✓ {child} is back at {tag}\n"
+    assert ok(forkd("eval", "--sandbox", "main", "x")).strip() == "1"
+    refused = forkd("promote", child)
+    assert refused.returncode != 0
+    assert "was not forked from a sandbox" in refused.stderr
+    made = httpx.post(f"{daemon.url}/v1/fork", json={"source": "main"}, timeout=120).json()[0]["id"]
+    ok(forkd("eval", "--sandbox", made, "x = 3"))
+    assert ok(forkd("promote", made)) == f"✓ {made} is now {child}\n"
+    assert ok(forkd("eval", "--sandbox", "main", "x")).strip() == "3"
+    assert [row["id"] for row in json.loads(ok(forkd("ls", "--json")))] == [child]
+    ok(forkd("rmi", "--force", tag))
