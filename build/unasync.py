@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 SDK = Path(__file__).parents[1] / "forkd" / "sdk"
-MODULES = ("controller", "sandbox", "caller", "channel", "processes", "files", "lifecycle")
+MODULES = ("controller", "sandbox", "caller", "channel", "processes", "files", "lifecycle", "look")
 FILES = {f"async_{name}.py": f"{name}.py" for name in MODULES}
 WORDS = {
     **{f"forkd.sdk.async_{name}": f"forkd.sdk.{name}" for name in MODULES},

@@ -35,6 +35,26 @@ if TYPE_CHECKING:
 READY_TIMEOUT = 60.0
 
 
+class ConsoleTail:
+    """The newest of what a guest wrote to its console, by position: the number of bytes it had written before."""
+
+    LIMIT = 256 * 1024
+
+    def __init__(self) -> None:
+        self.kept = bytearray()
+        self.end = 0
+
+    def add(self, data: bytes) -> None:
+        """Add what is new; the oldest goes."""
+        self.kept += data
+        self.end += len(data)
+        del self.kept[: -self.LIMIT]
+
+    def after(self, position: int) -> bytes:
+        """What is kept behind a position."""
+        return bytes(self.kept[max(0, len(self.kept) - (self.end - position)) :]) if position < self.end else b""
+
+
 @dataclass(slots=True)
 class Sandbox:
     """A running child. ``stop`` asks its task to end the machine; ``ended`` is set when nothing of it is left."""
@@ -55,6 +75,7 @@ class Sandbox:
     changed: trio.Event = field(default_factory=trio.Event)
     """Set when something its timekeeper goes by has changed."""
     timed: bool = False
+    console: ConsoleTail = field(default_factory=ConsoleTail)
 
 
 @dataclass(frozen=True, slots=True)

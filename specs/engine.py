@@ -126,6 +126,21 @@ class Machine(Protocol):
         """End the VMM and return when the process is gone for certain. Safe to call twice, and while cancelled."""
 
 
+@runtime_checkable
+class LoggedMachine(Protocol):
+    """What a machine can do besides whose logs can be read while it runs; asking for them changes nothing in it."""
+
+    @property
+    def log(self) -> Path:
+        """The file with the VMM's own messages; what is in it may be hostile."""
+
+    async def console(self) -> bytes:
+        """What the guest wrote to its console since this was last asked, the newest of it if that was much.
+
+        Raises Conflict where no console is kept, MachineGone.
+        """
+
+
 class Engine(Protocol):
     """A kind of VMM. One object per process, safe for concurrent use."""
 

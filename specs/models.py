@@ -173,6 +173,15 @@ class ProcessOutput(msgspec.Struct, kw_only=True):
     stderr: str
 
 
+class LogText(msgspec.Struct, kw_only=True):
+    """What is kept of a log: from position ``begin`` (bytes before it are gone) to ``end``."""
+
+    source: str
+    text: str
+    begin: int
+    end: int
+
+
 class FileEntry(msgspec.Struct, kw_only=True):
     """A file in a guest. A name that is not UTF-8 has its bytes in ``name_b64`` besides."""
 

@@ -9,7 +9,19 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from forkd.daemon import wire
-from forkd.daemon.routes import about, events, files, host, hub, ports, processes, sandboxes, snapshots, workspaces
+from forkd.daemon.routes import (
+    about,
+    events,
+    files,
+    host,
+    hub,
+    look,
+    ports,
+    processes,
+    sandboxes,
+    snapshots,
+    workspaces,
+)
 from forkd.runtime import Runtime
 from forkd.specs.errors import ForkdError
 
@@ -20,7 +32,7 @@ if TYPE_CHECKING:
 def make_app(runtime: Runtime, metrics: Metrics | None = None) -> Starlette:
     """The app over one runtime; a served one counts with ``metrics``."""
     routes: list[BaseRoute] = [*about.routes, *host.routes, *snapshots.routes, *sandboxes.routes, *workspaces.routes]
-    routes += [*processes.routes, *files.routes, *ports.routes, *events.routes, *hub.routes]
+    routes += [*processes.routes, *files.routes, *ports.routes, *events.routes, *look.routes, *hub.routes]
     handlers = {ForkdError: wire.on_error, HTTPException: wire.on_error, Exception: wire.on_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False

@@ -15,6 +15,7 @@ from forkd.config import DEFAULT_URL
 from forkd.sdk.async_channel import Channel, channel_of, upgrade_headers
 from forkd.sdk.async_files import FileMethods
 from forkd.sdk.async_lifecycle import LifecycleMethods
+from forkd.sdk.async_look import LookMethods
 from forkd.sdk.async_processes import ProcessMethods
 from forkd.sdk.discover import own_socket
 from forkd.sdk.errors import ControllerError
@@ -28,7 +29,7 @@ GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
 
 
-class AsyncController(ProcessMethods, FileMethods, LifecycleMethods):
+class AsyncController(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
     """Talks to a forkd app. Answers are plain dicts with the field names of the REST API."""
 
     def __init__(

@@ -17,6 +17,7 @@ from forkd.sdk.discover import own_socket
 from forkd.sdk.errors import ControllerError
 from forkd.sdk.files import FileMethods
 from forkd.sdk.lifecycle import LifecycleMethods
+from forkd.sdk.look import LookMethods
 from forkd.sdk.processes import ProcessMethods
 
 OnProgress = Callable[[str, float | None], None]
@@ -28,7 +29,7 @@ GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
 
 
-class Controller(ProcessMethods, FileMethods, LifecycleMethods):
+class Controller(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
     """Talks to a forkd app. Answers are plain dicts with the field names of the REST API."""
 
     def __init__(

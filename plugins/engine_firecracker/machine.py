@@ -17,7 +17,7 @@ from forkd.linux.process import ProcessHandle
 from forkd.plugins.engine_firecracker.api import Api, ApiClosed, ApiRefused
 from forkd.plugins.engine_firecracker.requests import AGENT_PORT, VSOCK, Request, save_request, state_request
 from forkd.specs.engine import RamRegion, Slot
-from forkd.specs.errors import EngineError, LaunchFailed, MachineGone
+from forkd.specs.errors import Conflict, EngineError, LaunchFailed, MachineGone
 
 API_SOCKET = "api.sock"
 LOG = "vmm.log"
@@ -129,6 +129,15 @@ class FirecrackerMachine:
             memory.unlink(missing_ok=True)
         if not _is_state(self._root / name):
             raise EngineError("Firecracker wrote no device state that is understood")
+
+    @property
+    def log(self) -> Path:
+        """Firecracker's own messages."""
+        return self._root / LOG
+
+    async def console(self) -> bytes:
+        """Nothing: Firecracker has no console with a bound."""
+        raise Conflict("Firecracker keeps no console of a restored machine", hint="run dmesg in the sandbox")
 
     def ram(self) -> list[RamRegion]:
         """Guest RAM: a private mapping of the image, or, after a boot, the one mapping of its size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shlex
 import socket
@@ -9,14 +10,16 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import trio
 
 from forkd.linux.mapping import find_ram
 from forkd.linux.process import ProcessHandle
+from forkd.plugins.engine_qemu.command import CONSOLE_BYTES
 from forkd.plugins.engine_qemu.qmp import Qmp, QmpClosed
 from forkd.specs.engine import RamRegion, Slot
-from forkd.specs.errors import EngineError, LaunchFailed, MachineGone
+from forkd.specs.errors import Conflict, EngineError, LaunchFailed, MachineGone
 
 QMP_SOCKET = "qmp.sock"
 AGENT_SOCKET = "agent.sock"
@@ -82,6 +85,19 @@ class QemuMachine:
         """Device state alone; the command is not Xen's only, whatever its name says (see decisions/0001)."""
         await self._command("xen-save-devices-state", filename=str(target), live=False)
 
+    @property
+    def log(self) -> Path:
+        """QEMU's own messages."""
+        return self._slot.directory / LOG
+
+    async def console(self) -> bytes:
+        """What is in QEMU's ring, which is empty then. A machine that was booted, not restored, has a file instead."""
+        if (self._slot.directory / CONSOLE).exists():
+            raise Conflict("the console of a parent that is being made is in its slot", hint=f"see {CONSOLE} there")
+        return base64.b64decode(
+            await self._command("ringbuf-read", device="console", size=CONSOLE_BYTES, format="base64")
+        )
+
     def ram(self) -> list[RamRegion]:
         """Guest RAM is one private mapping; the kernel may show it in pieces."""
         try:
@@ -102,9 +118,9 @@ class QemuMachine:
             await self._qmp.aclose()
             await self._agent.aclose()
 
-    async def _command(self, name: str, **arguments: object) -> None:
+    async def _command(self, name: str, **arguments: object) -> Any:
         try:
-            await self._qmp.execute(name, **arguments)
+            return await self._qmp.execute(name, **arguments)
         except QmpClosed as error:
             raise MachineGone(f"QEMU {self.pid} is gone{last_words(self._slot.directory)}") from error
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+import trio
 
+from forkd.sdk.async_controller import AsyncController
+from forkd.sdk.errors import ControllerError
 from tests.conftest import Forkd
 
 pytestmark = pytest.mark.vm
@@ -50,3 +53,35 @@ def test_a_sandbox_is_paused_labelled_renewed_put_back_and_taken_over(daemon: An
     assert ok(forkd("eval", "--sandbox", "main", "x")).strip() == "3"
     assert [row["id"] for row in json.loads(ok(forkd("ls", "--json")))] == [child]
     ok(forkd("rmi", "--force", tag))
+
+
+async def test_the_console_and_the_messages_of_the_vmm_can_be_read_and_followed(controller: AsyncController) -> None:
+    child = (await controller.spawn_sandboxes(PARENT, 1))[0]["id"]
+    await controller.exec_command(child, ["sh", "-c", "echo one > /dev/console"])
+    first = await controller.sandbox_logs(child)
+    assert "one\r\n" in first["text"]
+    assert first["end"] - first["begin"] == len(first["text"])
+    assert await controller.sandbox_logs(child) == first
+    await controller.pause_sandbox(child)
+    assert await controller.sandbox_logs(child) == first
+    assert (await controller.sandbox_logs(child, "vmm"))["source"] == "vmm"
+    await controller.resume_sandbox(child)
+    heard = bytearray()
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(controller.follow_logs, child, heard.extend)
+            await controller.exec_command(child, ["sh", "-c", "echo two > /dev/console"])
+            while b"two\r\n" not in heard:
+                await trio.sleep(0.02)
+            await controller.kill_sandbox(child)
+    assert heard.count(b"one\r\n") == 1
+    with pytest.raises(ControllerError) as refused:
+        await controller.sandbox_logs(child)
+    assert refused.value.status == 404
+
+
+async def test_a_log_that_is_not_there_is_refused(controller: AsyncController) -> None:
+    child = (await controller.spawn_sandboxes(PARENT, 1))[0]["id"]
+    with pytest.raises(ControllerError) as refused:
+        await controller.sandbox_logs(child, "secret")
+    assert (refused.value.status, refused.value.code) == (400, "bad_input")

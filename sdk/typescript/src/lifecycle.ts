@@ -1,3 +1,4 @@
+import { fromBase64 } from './http.js';
 import { ProcessMethods } from './processes.js';
 import { sandboxPath } from './methods.js';
 import type { Json } from './methods.js';
@@ -30,6 +31,24 @@ export class LifecycleMethods extends ProcessMethods {
   /** A child takes over its source's place. */
   promote(id: string): Promise<api.SandboxInfo> {
     return this.http.json('POST', sandboxPath(id, '/promote'));
+  }
+
+  /** What is kept of a log; `source` is console (the guest's kernel and agent) or vmm. */
+  sandboxLogs(id: string, source = 'console'): Promise<api.LogText> {
+    return this.http.json('GET', sandboxPath(id, '/logs'), { query: { source } });
+  }
+
+  /** What is kept of a log, and what comes, until the sandbox or `signal` ends it. */
+  async followLogs(
+    id: string,
+    onData: (data: Uint8Array) => void,
+    source = 'console',
+    signal?: AbortSignal,
+  ): Promise<void> {
+    const call = { query: { source, follow: true }, signal };
+    await this.http.events('GET', sandboxPath(id, '/logs'), call, (event) => {
+      if ('data' in event) onData(fromBase64(String(event['data'])));
+    });
   }
 
   /** Tell `onEvent` what happens in the daemon, until `signal` ends it. */

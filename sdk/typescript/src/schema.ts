@@ -242,6 +242,14 @@ export interface Leftover {
   reason: string;
 }
 
+/** What is kept of a log: from position `begin` (bytes before it are gone) to `end`. */
+export interface LogText {
+  source: string;
+  text: string;
+  begin: number;
+  end: number;
+}
+
 /** Make a directory; `parents` also makes what is missing above it, and is content if it is there. */
 export interface MakeDirectory {
   path: string;

@@ -1,0 +1,26 @@
+"""Looking into sandboxes, as methods of a controller: logs."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+from forkd.sdk.async_caller import Caller, part
+
+
+class LookMethods(Caller):
+    """What sandboxes say."""
+
+    async def sandbox_logs(self, sandbox_id: str, source: str = "console") -> dict[str, Any]:
+        """What is kept of a log as ``text``; ``source`` is console (the guest's kernel and agent) or vmm."""
+        return await self._call("GET", f"/v1/sandboxes/{part(sandbox_id)}/logs", params={"source": source})
+
+    async def follow_logs(self, sandbox_id: str, on_data: Callable[[bytes], None], source: str = "console") -> None:
+        """What is kept of a log, and what comes, until the sandbox ends."""
+
+        def on_event(event: dict[str, Any]) -> None:
+            on_data(base64.b64decode(event["data"]))
+
+        path = f"/v1/sandboxes/{part(sandbox_id)}/logs"
+        await self._events(path, None, on_event, method="GET", params={"source": source, "follow": "true"})
