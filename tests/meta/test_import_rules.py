@@ -30,6 +30,7 @@ FORBIDDEN = {
     "forkd.daemon": ["forkd.cli", "forkd.sdk", "forkd.plugins"],
     "forkd.sdk": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.cli"],
     "forkd.mcp": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.daemon", "forkd.cli", "forkd.runtime"],
+    "forkd.extras": ["forkd.ops", "forkd.store", "forkd.plugins", "forkd.daemon", "forkd.cli", "forkd.runtime"],
     "forkd.cli": ["forkd.ops", "forkd.store", "forkd.plugins"],
     "forkd.testing.skeletons": ["forkd"],
     "forkd.testing": ["forkd.ops", "forkd.hub", "forkd.plugins", "forkd.daemon", "forkd.sdk", "forkd.cli"],
