@@ -173,6 +173,35 @@ class ProcessOutput(msgspec.Struct, kw_only=True):
     stderr: str
 
 
+class GuestProcess(msgspec.Struct, kw_only=True, frozen=True):
+    """A process in a guest, whoever started it."""
+
+    pid: int
+    args: list[str]
+
+
+class SandboxDiff(msgspec.Struct, kw_only=True):
+    """How a sandbox differs from ``against``, another one or a snapshot.
+
+    ``unread`` are directories that could not be compared; ``truncated``: there is more. Memory is what each has written
+    since it was forked.
+    """
+
+    id: str
+    against: str
+    added: list[str] = []
+    changed: list[str] = []
+    removed: list[str] = []
+    unread: list[str] = []
+    truncated: bool = False
+    processes_started: list[GuestProcess] = []
+    processes_ended: list[GuestProcess] = []
+    ports_opened: list[int] = []
+    ports_closed: list[int] = []
+    changed_memory_bytes: int
+    against_changed_memory_bytes: int | None = None
+
+
 class LogText(msgspec.Struct, kw_only=True):
     """What is kept of a log: from position ``begin`` (bytes before it are gone) to ``end``."""
 

@@ -1,4 +1,4 @@
-"""Looking into sandboxes, as methods of a controller: logs."""
+"""Looking into sandboxes, as methods of a controller: logs and differences."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ class LookMethods(Caller):
 
         path = f"/v1/sandboxes/{part(sandbox_id)}/logs"
         await self._events(path, None, on_event, method="GET", params={"source": source, "follow": "true"})
+
+    async def diff_sandbox(self, sandbox_id: str, against: str | None = None) -> dict[str, Any]:
+        """Files, processes, ports and memory by which it differs from a sandbox or a snapshot; its own if not given."""
+        params = {} if against is None else {"against": against}
+        return await self._call("GET", f"/v1/sandboxes/{part(sandbox_id)}/diff", params=params)

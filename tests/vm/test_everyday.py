@@ -15,6 +15,7 @@ from tests.conftest import Forkd
 
 pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
+OF_EACH_FORK = {"/etc/hostname", "/etc/machine-id"}
 
 
 def ok(done: Any) -> str:
@@ -85,3 +86,37 @@ async def test_a_log_that_is_not_there_is_refused(controller: AsyncController) -
     with pytest.raises(ControllerError) as refused:
         await controller.sandbox_logs(child, "secret")
     assert (refused.value.status, refused.value.code) == (400, "bad_input")
+
+
+async def test_a_sandbox_differs_from_its_snapshot_and_its_sibling_in_what_was_done(
+    controller: AsyncController,
+) -> None:
+    with trio.fail_after(300):
+        one = (await controller.spawn_sandboxes(PARENT, 1))[0]["id"]
+        two = (await controller.fork(one, 1))[0]["id"]
+        await controller.exec_command(
+            one, ["sh", "-c", "mkdir /root/new; echo x > /root/new/file; echo y >> /etc/passwd"]
+        )
+        await controller.exec_command(one, ["rm", "/etc/hostname", "/etc/debian_version"])
+        await controller.exec_command(two, ["touch", "/root/theirs"])
+        code = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 4321)); s.listen()"
+        await controller.eval_code(one, code)
+        sleeper = await controller.start_process(one, ["sleep", "1000"])
+        found = await controller.diff_sandbox(one, two)
+        assert (found["id"], found["against"]) == (one, two)
+        assert found["added"] == ["/root/new"]
+        assert set(found["changed"]) - OF_EACH_FORK == {"/etc/passwd"}
+        assert set(found["removed"]) - OF_EACH_FORK == {"/etc/debian_version", "/root/theirs"}
+        assert {"pid": sleeper["pid"], "args": ["sleep", "1000"]} in found["processes_started"]
+        assert (found["ports_opened"], found["ports_closed"]) == ([4321], [])
+        assert (found["unread"], found["truncated"]) == ([], False)
+        assert found["changed_memory_bytes"] > 0
+        own = await controller.diff_sandbox(one)
+        assert own["against"] == PARENT
+        assert "/root/new" in own["added"]
+        assert "/root/theirs" not in own["removed"]
+        assert own["against_changed_memory_bytes"] is None
+        assert {row["id"] for row in await controller.list_sandboxes()} == {one, two}
+        with pytest.raises(ControllerError) as refused:
+            await controller.diff_sandbox(one, "nothing")
+        assert refused.value.status == 404

@@ -1,4 +1,4 @@
-"""Routes that look into sandboxes: their logs."""
+"""Routes that look into sandboxes: their logs, and how they differ."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from starlette.responses import Response
 from forkd.daemon.api import IN_SANDBOX, route
 from forkd.daemon.routes import runtime_of
 from forkd.daemon.wire import Emit, EventStream, query_flag, reply, stream_media, wants_stream
+from forkd.ops.diff import diff
 from forkd.ops.logs import follow_log, read_log
-from forkd.specs.errors import BadInput, Conflict
-from forkd.specs.models import LogText
+from forkd.specs.errors import BadInput, Conflict, EngineError, HostNotReady, NoSpace, SnapshotNotFound
+from forkd.specs.models import LogText, SandboxDiff
 
 ID = "/v1/sandboxes/{id}"
 
@@ -35,7 +36,21 @@ async def logs(request: Request) -> Response:
     return EventStream(work, stream_media(request))
 
 
+async def differ(request: Request) -> Response:
+    """How it differs from ``against``, a sandbox or a snapshot; if not given, the snapshot it was forked from."""
+    against = request.query_params.get("against")
+    return reply(await diff(runtime_of(request), request.path_params["id"], against))
+
+
 routes = [
+    route(
+        "GET",
+        f"{ID}/diff",
+        differ,
+        {200: SandboxDiff},
+        query={"against": str},
+        errors=(BadInput, SnapshotNotFound, Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
+    ),
     route(
         "GET",
         f"{ID}/logs",

@@ -33,6 +33,11 @@ export class LifecycleMethods extends ProcessMethods {
     return this.http.json('POST', sandboxPath(id, '/promote'));
   }
 
+  /** How it differs from a sandbox or a snapshot; if not given, the one it was forked from. */
+  diffSandbox(id: string, against?: string): Promise<api.SandboxDiff> {
+    return this.http.json('GET', sandboxPath(id, '/diff'), { query: { against } });
+  }
+
   /** What is kept of a log; `source` is console (the guest's kernel and agent) or vmm. */
   sandboxLogs(id: string, source = 'console'): Promise<api.LogText> {
     return this.http.json('GET', sandboxPath(id, '/logs'), { query: { source } });

@@ -202,6 +202,12 @@ export interface ForkSandbox {
   best_effort?: boolean;
 }
 
+/** A process in a guest, whoever started it. */
+export interface GuestProcess {
+  pid: number;
+  args: string[];
+}
+
 /** Ask whether a package would run here. */
 export interface HubCheck {
   target: string;
@@ -348,6 +354,23 @@ export interface SandboxDetails {
   limits?: UpdateSandbox | null;
   timeout_secs?: number | null;
   idle_pause_secs?: number | null;
+}
+
+/** How a sandbox differs from `against`, another one or a snapshot. `unread` are directories that could not be compared; `truncated`: there is more. Memory is what each has written since it was forked. */
+export interface SandboxDiff {
+  id: string;
+  against: string;
+  added?: string[];
+  changed?: string[];
+  removed?: string[];
+  unread?: string[];
+  truncated?: boolean;
+  processes_started?: GuestProcess[];
+  processes_ended?: GuestProcess[];
+  ports_opened?: number[];
+  ports_closed?: number[];
+  changed_memory_bytes: number;
+  against_changed_memory_bytes?: number | null;
 }
 
 /** A running child as the REST API shows it. */

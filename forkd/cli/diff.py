@@ -1,0 +1,50 @@
+"""`forkd diff`: how a sandbox differs from another one or from a snapshot."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from forkd.cli.common import json_option, mib, print_json, with_controller
+
+if TYPE_CHECKING:
+    from forkd.sdk.async_controller import AsyncController
+
+
+@click.command("diff")
+@click.argument("sandbox_id", metavar="SANDBOX")
+@click.argument("against", required=False)
+@json_option
+def command(sandbox_id: str, against: str | None, as_json: bool) -> None:
+    """Show what a sandbox has otherwise than AGAINST, another sandbox or a snapshot; without it, the one it came from.
+
+    Files and directories: + added, ~ changed, - removed, ? could not be compared. Then processes, TCP ports, memory.
+    """
+
+    async def work(controller: AsyncController) -> dict[str, Any]:
+        return await controller.diff_sandbox(sandbox_id, against)
+
+    found = with_controller(work)
+    if as_json:
+        print_json(found)
+        return
+    for mark, name in (("+", "added"), ("~", "changed"), ("-", "removed"), ("?", "unread")):
+        for path in found[name]:
+            click.echo(f"{mark} {_plain(path)}")
+    for mark, name in (("+", "processes_started"), ("-", "processes_ended")):
+        for row in found[name]:
+            click.echo(f"{mark} process {row['pid']} {_plain(shlex.join(row['args']))}")
+    for mark, name in (("+", "ports_opened"), ("-", "ports_closed")):
+        for port in found[name]:
+            click.echo(f"{mark} port {port}")
+    own, other = found["changed_memory_bytes"], found["against_changed_memory_bytes"]
+    click.echo(f"memory written: {mib(own)}" + ("" if other is None else f"; {found['against']}: {mib(other)}"))
+    if found["truncated"]:
+        click.echo("forkd: warning: there is more than this", err=True)
+
+
+def _plain(text: str) -> str:
+    """What a guest calls things, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
