@@ -269,6 +269,18 @@ class ExecResult(msgspec.Struct, kw_only=True):
     error: str | None = None
 
 
+class FanoutRow(msgspec.Struct, kw_only=True):
+    """One child of a fan-out: how its command ended, or why it could not be run; its score, None for no number."""
+
+    index: int
+    id: str
+    result: ExecResult | None = None
+    seconds: float = 0.0
+    score: float | None = None
+    kept: bool = False
+    error: str | None = None
+
+
 class EvalResult(msgspec.Struct, kw_only=True):
     """What the warm interpreter answered: ``result`` is the last expression's repr, ``stdout`` what was printed."""
 

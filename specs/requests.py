@@ -134,6 +134,24 @@ class ForkRequest(msgspec.Struct, kw_only=True):
     idempotency_key: str | None = None
 
 
+class FanoutRequest(msgspec.Struct, kw_only=True):
+    """Fork ``n`` children of ``source``, run one command in each (its number is in FORKD_INDEX), keep the best.
+
+    ``best`` scores a child, the highest wins: numbers, + - * /, comparisons, ``A if B else C``, and the names
+    exit_code, seconds and value (the last line of stdout as a number).
+    """
+
+    source: str
+    n: int = 1
+    args: list[str] = []
+    shell: str | None = None
+    env: dict[str, str] = {}
+    timeout_secs: float = 30
+    network: str = "none"
+    keep: int = 0
+    best: str = "-exit_code"
+
+
 class RollbackRequest(msgspec.Struct, kw_only=True):
     """The snapshot to go back to: one the sandbox was forked from, or was branched into."""
 

@@ -32,6 +32,7 @@ VERBS = {
     "spawn": ("forkd.cli.spawn", "Fork children that stay; needs a daemon."),
     "ls": ("forkd.cli.ls", "List running sandboxes."),
     "kill": ("forkd.cli.kill", "End sandboxes."),
+    "fanout": ("forkd.cli.fanout", "Run a command in many forks and keep the best."),
     "diff": ("forkd.cli.diff", "How a sandbox differs from another or from a snapshot."),
     "logs": ("forkd.cli.logs", "Print what a sandbox's console or VMM said."),
     "pause": ("forkd.cli.pause", "Stop the CPUs of sandboxes."),

@@ -1,4 +1,4 @@
-"""Looking into sandboxes, as methods of a controller: logs and differences."""
+"""Looking into sandboxes, as methods of a controller: logs, differences, fan-outs."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ class LookMethods(Caller):
         """Files, processes, ports and memory by which it differs from a sandbox or a snapshot; its own if not given."""
         params = {} if against is None else {"against": against}
         return await self._call("GET", f"/v1/sandboxes/{part(sandbox_id)}/diff", params=params)
+
+    async def fanout(self, source: str, n: int, args: list[str], **fields: Any) -> list[dict[str, Any]]:
+        """Fork ``n`` children, run a command in each, end all but the best ``keep=``; rows, the best first.
+
+        ``best=`` scores them, as in ``"-seconds if exit_code == 0 else -1000"`` or ``"value"`` (``env=``,
+        ``timeout_secs=``, ``network=``).
+        """
+        body = {"source": source, "n": n, "args": args, **fields}
+        return await self._call("POST", "/v1/fanout", body, lasts=float(fields.get("timeout_secs", 30)))

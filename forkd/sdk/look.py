@@ -29,3 +29,12 @@ class LookMethods(Caller):
         """Files, processes, ports and memory by which it differs from a sandbox or a snapshot; its own if not given."""
         params = {} if against is None else {"against": against}
         return self._call("GET", f"/v1/sandboxes/{part(sandbox_id)}/diff", params=params)
+
+    def fanout(self, source: str, n: int, args: list[str], **fields: Any) -> list[dict[str, Any]]:
+        """Fork ``n`` children, run a command in each, end all but the best ``keep=``; rows, the best first.
+
+        ``best=`` scores them, as in ``"-seconds if exit_code == 0 else -1000"`` or ``"value"`` (``env=``,
+        ``timeout_secs=``, ``network=``).
+        """
+        body = {"source": source, "n": n, "args": args, **fields}
+        return self._call("POST", "/v1/fanout", body, lasts=float(fields.get("timeout_secs", 30)))

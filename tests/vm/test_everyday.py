@@ -120,3 +120,18 @@ async def test_a_sandbox_differs_from_its_snapshot_and_its_sibling_in_what_was_d
         with pytest.raises(ControllerError) as refused:
             await controller.diff_sandbox(one, "nothing")
         assert refused.value.status == 404
+
+
+async def test_a_fan_out_keeps_the_best_and_ends_the_rest(controller: AsyncController) -> None:
+    with trio.fail_after(120):
+        command = ["sh", "-c", "[ $FORKD_INDEX != 2 ] || exit 3; echo noise; echo $((FORKD_INDEX * 10))"]
+        rows = await controller.fanout(PARENT, 3, command, keep=2, best="value if exit_code == 0 else -1")
+        told = [(row["index"], row["score"], row["kept"]) for row in rows]
+        assert told == [(1, 10, True), (0, 0, True), (2, -1, False)]
+        assert rows[2]["result"]["exit_code"] == 3
+        assert {row["id"] for row in await controller.list_sandboxes()} == {rows[0]["id"], rows[1]["id"]}
+        for fields in ({"best": "__import__('os')"}, {"best": "2 ** 9"}, {"keep": 4}):
+            with pytest.raises(ControllerError) as refused:
+                await controller.fanout(PARENT, 3, ["true"], **fields)
+            assert (refused.value.status, refused.value.code) == (400, "bad_input")
+        assert len(await controller.list_sandboxes()) == 2

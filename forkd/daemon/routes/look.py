@@ -1,4 +1,4 @@
-"""Routes that look into sandboxes: their logs, and how they differ."""
+"""Routes that look into sandboxes: their logs, how they differ, and which of many did best."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from starlette.responses import Response
 
 from forkd.daemon.api import IN_SANDBOX, route
 from forkd.daemon.routes import runtime_of
-from forkd.daemon.wire import Emit, EventStream, query_flag, reply, stream_media, wants_stream
+from forkd.daemon.wire import Emit, EventStream, note_of, query_flag, read_body, reply, stream_media, wants_stream
 from forkd.ops.diff import diff
+from forkd.ops.fanout import fanout
 from forkd.ops.logs import follow_log, read_log
 from forkd.specs.errors import BadInput, Conflict, EngineError, HostNotReady, NoSpace, SnapshotNotFound
-from forkd.specs.models import LogText, SandboxDiff
+from forkd.specs.models import FanoutRow, LogText, SandboxDiff
+from forkd.specs.requests import FanoutRequest
 
 ID = "/v1/sandboxes/{id}"
 
@@ -42,7 +44,22 @@ async def differ(request: Request) -> Response:
     return reply(await diff(runtime_of(request), request.path_params["id"], against))
 
 
+async def fan_out(request: Request) -> Response:
+    """Fork children, run one command in each, keep the best by a score, end the rest; the best come first."""
+    rows = await fanout(runtime_of(request), await read_body(request, FanoutRequest))
+    note_of(request.scope)["ids"] = [row.id for row in rows if row.kept]
+    return reply(rows)
+
+
 routes = [
+    route(
+        "POST",
+        "/v1/fanout",
+        fan_out,
+        {200: list[FanoutRow]},
+        body=FanoutRequest,
+        errors=(BadInput, SnapshotNotFound, Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
+    ),
     route(
         "GET",
         f"{ID}/diff",

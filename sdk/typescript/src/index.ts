@@ -3,7 +3,7 @@ export type { Connect, Message } from './channel.js';
 export * from './controller.js';
 export type { Contents, OnChange, WriteOptions } from './files.js';
 export type * from './hub.js';
-export type { ForkRequestOptions } from './lifecycle.js';
+export type { FanoutOptions, ForkRequestOptions } from './lifecycle.js';
 export type { Json, OnOutput, OnProgress } from './methods.js';
 export type { ProcessId, ProcessOptions } from './processes.js';
 export { ControllerError } from './errors.js';

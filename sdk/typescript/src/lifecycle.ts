@@ -6,6 +6,7 @@ import { body } from './options.js';
 import type { Options } from './options.js';
 import type * as api from './schema.js';
 
+export type FanoutOptions = Options<api.FanoutRequest, 'source' | 'n' | 'args'>;
 export type ForkRequestOptions = Options<api.ForkRequest, 'source' | 'n'>;
 
 /** The one fork verb, pausing, going back, taking over, and what happens. */
@@ -36,6 +37,11 @@ export class LifecycleMethods extends ProcessMethods {
   /** How it differs from a sandbox or a snapshot; if not given, the one it was forked from. */
   diffSandbox(id: string, against?: string): Promise<api.SandboxDiff> {
     return this.http.json('GET', sandboxPath(id, '/diff'), { query: { against } });
+  }
+
+  /** Fork, run a command in each child, end all but the best `keep`; rows, the best first. */
+  fanout(source: string, n: number, args: string[], options: FanoutOptions = {}): Promise<api.FanoutRow[]> {
+    return this.http.json('POST', '/v1/fanout', { body: { source, n, args, ...body(options) } });
   }
 
   /** What is kept of a log; `source` is console (the guest's kernel and agent) or vmm. */

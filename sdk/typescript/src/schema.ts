@@ -164,6 +164,30 @@ export interface FailedChild {
   status: number;
 }
 
+/** Fork `n` children of `source`, run one command in each (its number is in FORKD_INDEX), keep the best. `best` scores a child, the highest wins: numbers, + - * /, comparisons, `A if B else C`, and the names exit_code, seconds and value (the last line of stdout as a number). */
+export interface FanoutRequest {
+  source: string;
+  n?: number;
+  args?: string[];
+  shell?: string | null;
+  env?: Record<string, string>;
+  timeout_secs?: number;
+  network?: string;
+  keep?: number;
+  best?: string;
+}
+
+/** One child of a fan-out: how its command ended, or why it could not be run; its score, None for no number. */
+export interface FanoutRow {
+  index: number;
+  id: string;
+  result?: ExecResult | null;
+  seconds?: number;
+  score?: number | null;
+  kept?: boolean;
+  error?: string | null;
+}
+
 /** A file in a guest. A name that is not UTF-8 has its bytes in `name_b64` besides. */
 export interface FileEntry {
   path: string;
