@@ -34,6 +34,8 @@ class Settings:
     blob_cache_bytes: int = 4 << 30
     hub_url: str | None = None
     hub_token: str | None = field(default=None, repr=False)
+    low_water_bytes: int | None = None
+    """Free space below which no snapshot is begun; the smaller of 1 GiB and 2 % of the disk if None."""
     trust: str = "warn"
     plugins: Path | None = None
     disabled_plugins: tuple[str, ...] = ()

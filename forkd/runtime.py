@@ -128,7 +128,7 @@ async def open_runtime(
             runtime = Runtime(
                 settings=settings,
                 plugins=loaded,
-                snapshots=SnapshotStore(settings.snapshots_dir),
+                snapshots=SnapshotStore(settings.snapshots_dir, settings.low_water_bytes),
                 disks=DiskStore(settings.rootfs_dir),
                 images=ImageCache(settings.images_dir, settings.image_cache_bytes),
                 blobs=BlobStore(settings.blobs_dir, settings.blob_cache_bytes),

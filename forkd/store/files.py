@@ -69,6 +69,20 @@ def disk_full_as_no_space(where: Path) -> Iterator[None]:
         raise
 
 
+def check_low_water(where: Path, low_water: int | None) -> None:
+    """Raise NoSpace if less than ``low_water`` bytes are free, or by default the smaller of 1 GiB and 2 % of the disk.
+
+    So what runs has room to end well, and a snapshot is refused before it is half written.
+    """
+    disk = shutil.disk_usage(where)
+    least = min(1 << 30, disk.total // 50) if low_water is None else low_water
+    if disk.free < least:
+        raise NoSpace(
+            f"only {disk.free >> 20} MiB are free at {where}, and {least >> 20} MiB are kept free",
+            hint="free some space: forkd images, forkd rmi, forkd cleanup",
+        )
+
+
 def physical_bytes(path: Path) -> int:
     """The space a file takes on its device."""
     return path.stat().st_blocks * 512

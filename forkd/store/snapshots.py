@@ -94,15 +94,16 @@ class Stage:
 class SnapshotStore:
     """Snapshots under one directory. Safe for several processes at once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, low_water: int | None = None) -> None:
         self.root = root
+        self._low_water = low_water
 
     def path(self, tag: str) -> Path:
         """The directory a snapshot with this tag has, or would have."""
         return self.root / check_tag(tag)
 
     def stage(self, tag: str) -> Stage:
-        """Begin a new snapshot. Raises TagTaken if the tag exists or somebody alive is making it."""
+        """Begin a new snapshot. Raises TagTaken if the tag exists or somebody alive is making it, NoSpace."""
         target = self.path(tag)
         directory = self.root / f"{STAGE}{tag}"
         with files.disk_full_as_no_space(self.root), brief(self.root / ".lock"):
@@ -114,6 +115,7 @@ class SnapshotStore:
                 if is_held(directory / "lock"):
                     raise TagTaken(f"snapshot {tag!r} is being made by another forkd")
                 files.remove_tree(directory)  # its maker died
+            files.check_low_water(self.root, self._low_water)
             directory.mkdir()
             lock = FileLock.try_take(directory / "lock")
         assert lock is not None, "a directory we made under the store lock cannot be locked by another"

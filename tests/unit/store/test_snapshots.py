@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkd.specs.errors import BadTag, ChainBroken, SnapshotBroken, SnapshotNotFound, TagTaken
+from forkd.specs.errors import BadTag, ChainBroken, NoSpace, SnapshotBroken, SnapshotNotFound, TagTaken
 from forkd.specs.models import FileRef, Hardware, MemoryRef, ParentRef, Platform, Snapshot
 from forkd.specs.tags import check_tag
 from forkd.store.chain import resolve
@@ -153,3 +153,12 @@ def test_a_tag_that_passes_is_one_safe_path_component(tag: str) -> None:
     assert tag == Path(tag).name
     assert not tag.startswith((".", "-"))
     assert len(tag) <= 64
+
+
+def test_no_snapshot_is_begun_when_the_disk_is_nearly_full(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "snapshots", low_water=1 << 62)
+    with pytest.raises(NoSpace, match="are free") as refused:
+        store.stage("late")
+    assert "forkd rmi" in str(refused.value.hint)
+    assert not list((tmp_path / "snapshots").glob("*late*"))
+    SnapshotStore(tmp_path / "snapshots", low_water=0).stage("late").abandon()
