@@ -48,3 +48,18 @@ def test_a_dry_run_says_what_it_promises(name: str, daemon: Any, data_dir: Path)
     assert done.stdout == (RECIPES / name / "expected.txt").read_text()
     with Controller(daemon.url) as controller:
         assert controller.list_sandboxes() == []
+
+
+ON_DEMAND = sorted(
+    {path.stem for path in (RECIPES / "parents").glob("*.toml")} - {"nodejs", "postgres-fixture", "python-numpy"}
+)
+"""Parents no default test builds."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_DEMAND)
+def test_a_parent_is_built_and_its_check_holds(name: str, data_dir: Path) -> None:
+    built = run_forkd(data_dir, "build", str(RECIPES / "parents" / f"{name}.toml"), timeout=3600)
+    assert built.returncode == 0, built.stderr
+    listed = run_forkd(data_dir, "images", "--json")
+    assert name in listed.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,6 @@ def test_every_parent_we_ship_is_a_recipe_and_has_a_check(path: Path) -> None:
     read = read_recipe(path)
     assert read.ready is not None
     assert read.name == path.stem
+    assert read.packages
+    for package in read.packages:
+        assert re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", package), package  # Debian's rule for names
