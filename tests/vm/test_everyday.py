@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -135,3 +136,42 @@ async def test_a_fan_out_keeps_the_best_and_ends_the_rest(controller: AsyncContr
                 await controller.fanout(PARENT, 3, ["true"], **fields)
             assert (refused.value.status, refused.value.code) == (400, "bad_input")
         assert len(await controller.list_sandboxes()) == 2
+
+
+async def test_what_happens_to_a_sandbox_is_told_and_can_be_asked_for_later(controller: AsyncController) -> None:
+    heard: list[dict[str, Any]] = []
+    with trio.fail_after(120):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(controller.follow_events, heard.append)
+            while not heard:
+                await trio.sleep(0.02)
+            one, two = [row["id"] for row in await controller.spawn_sandboxes(PARENT, 2)]
+            await controller.pause_sandbox(one)
+            await controller.kill_sandbox(one)
+            while not any(event["event"] == "end" for event in heard):
+                await trio.sleep(0.02)
+            nursery.cancel_scope.cancel()
+        assert heard[0]["event"] == "following"
+        assert [event["event"] for event in heard if event.get("id") == one] == ["spawn", "paused", "end"]
+        assert "spawn" in [event["event"] for event in heard if event.get("id") == two]
+        first = next(event["seq"] for event in heard if event.get("id") == one)
+        later: list[dict[str, Any]] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(controller.follow_events, later.append, first, one)
+            while len(later) < 3:
+                await trio.sleep(0.02)
+            nursery.cancel_scope.cancel()
+        assert [event["event"] for event in later] == ["following", "paused", "end"]
+
+
+def test_files_are_copied_in_and_out(daemon: Any, forkd: Forkd, tmp_path: Path) -> None:
+    child = json.loads(ok(forkd("spawn", "--tag", PARENT, "--json")))[0]["id"]
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "data").write_bytes(bytes(range(256)) * 999)
+    ok(forkd("cp", str(tree / "data"), f"{child}:/root/one"))
+    ok(forkd("cp", f"{child}:/root/one", str(tmp_path / "back")))
+    assert (tmp_path / "back").read_bytes() == (tree / "data").read_bytes()
+    refused = forkd("cp", f"{child}:/root/nothing", str(tmp_path / "gone"))
+    assert refused.returncode != 0
+    assert not (tmp_path / "gone").exists()
