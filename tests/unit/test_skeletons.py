@@ -37,6 +37,7 @@ def test_a_name_that_cannot_be_one_or_a_folder_that_exists_is_refused(tmp_path: 
     assert "no kind 'hat'" in run_forkd(tmp_path, "plugin", "new", "hat", "x", "--folder", str(tmp_path)).stderr
 
 
+@pytest.mark.slow  # each case of the suite waits for a source that never runs again
 def test_a_mode_that_does_not_resume_its_source_fails_the_check(tmp_path: Path) -> None:
     os.umask(0o022)
     run_forkd(tmp_path, "plugin", "new", "branch-mode", "stuck", "--folder", str(tmp_path))

@@ -126,7 +126,7 @@ async def test_a_machine_with_something_unknown_open_is_forked_through_a_snapsho
     assert runtime.templates.counts.refusals == 1
     await end_sandbox(made[0])
     await end_sandbox(made[1])
-    remove_snapshot(runtime, made[0].info.snapshot_tag)
+    await remove_snapshot(runtime, made[0].info.snapshot_tag)
 
 
 async def test_the_route_and_the_sdk_fork_a_running_sandbox(controller: AsyncController) -> None:
@@ -151,7 +151,7 @@ async def hand_descriptor(machine: Any, kind: str) -> None:
 
 
 @pytest.fixture
-def tags(runtime: Runtime) -> Any:
+async def tags(runtime: Runtime) -> Any:
     import secrets
 
     given: list[str] = []
@@ -163,4 +163,4 @@ def tags(runtime: Runtime) -> Any:
     yield make
     for tag in given:
         if runtime.snapshots.path(tag).exists():
-            remove_snapshot(runtime, tag, force=True)
+            await remove_snapshot(runtime, tag, force=True)

@@ -106,7 +106,7 @@ async def test_a_branch_of_a_clone_is_complete_although_the_template_had_changed
             assert await ask(again, "numpy.arange(4).sum().item()") == 6
     finally:
         content = runtime.snapshots.load(tag).manifest.content
-        remove_snapshot(runtime, tag)
+        await remove_snapshot(runtime, tag)
     assert not [key for key in runtime.templates.kept if key[0] == content]
 
 

@@ -147,7 +147,7 @@ async def test_five_generations_each_forked_from_the_running_one_before(runtime:
         assert info.parent_tag == PARENT
         assert await ask((await children(runtime, 1, tag))[0], "family") == [0, 1, 2, 3, 4]
     finally:
-        remove_snapshot(runtime, tag)
+        await remove_snapshot(runtime, tag)
 
 
 @pytest.mark.parametrize("vcpus, mem_mib", [(1, 128), (2, 256), (4, 512), (1, 1024), (2, 2048)])
@@ -171,7 +171,7 @@ async def test_machines_of_every_size_are_cloned(runtime: Runtime, data_dir: Pat
             await end_sandbox(grandchild)
         assert runtime.templates.counts.fallbacks == 0
     finally:
-        remove_snapshot(runtime, tag)
+        await remove_snapshot(runtime, tag)
 
 
 STEPS = ["seized", "framed", "armed", "entered", "forked", "held", "restored", "prepared"]
