@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 demo: setup
 	$(BIN)/forkd quickstart -n 10
 
+# Cases boot real machines on hosts of any load: one that fails is tried once more, and named as a rerun if it then passes.
 test: setup lint dist/forkd
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --reruns 1
 
 setup: deps $(READY)
 
