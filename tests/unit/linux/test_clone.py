@@ -573,7 +573,9 @@ def test_a_hundred_clones_leave_no_thread_no_descriptor_no_child(
         if number % 10 == 0:
             assert clone.ask("21") == "42"
         clone.end()
-    assert counts() == before
+    after = counts()
+    assert after[0] <= before[0]  # idle threads of other tests may have left meanwhile
+    assert after[1:] == before[1:]
     assert orphans() == known
 
 
