@@ -47,6 +47,7 @@ MAX_ENDED = 32
 MAX_WATCHES = 4096
 KILL_GRACE = 2.0
 WARMUP_SECONDS = 60.0
+REHEARSALS = 40  # Python then has adapted its code, and writes to fewer pages of it (each is a child's own)
 LATER = 1e9  # no time limit is longer (seconds)
 
 SYNC_MARK = b"FORKDSYN"
@@ -2062,7 +2063,7 @@ class Agent:
         frames = [encode(ask) for ask in asks]
         script = b"".join(HEADER.pack(len(each), REQUEST, sid) + each for sid, each in enumerate(frames, 1))
         self.out_fd = os.open(os.devnull, os.O_WRONLY)
-        for _ in range(3):
+        for _ in range(REHEARSALS):
             self.feed(self.sync + os.urandom(16) + script)
             while self.streams:
                 self.loop.turn()
@@ -2094,6 +2095,7 @@ def parse_object(payload):
 
 def interpreter():
     """Answer JSON lines on descriptor 0 with JSON lines on descriptor 1; see Worker."""
+    import array
     import ast
     import builtins
     import io
@@ -2156,7 +2158,8 @@ def interpreter():
         random.seed()
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
-            numpy_random.seed(list(os.urandom(64)))
+            # The whole state at once, from plain numbers: to seed it would make numpy go through much more of itself.
+            numpy_random.set_state(("MT19937", array.array("I", os.urandom(4 * 624)), 624))
         openssl = sys.modules.get("_ssl")
         if openssl is not None:
             openssl.RAND_add(os.urandom(32), 32.0)
@@ -2168,6 +2171,12 @@ def interpreter():
         return text
 
     def run(code, name):
+        try:  # most evals are one expression, for which no syntax tree need be made
+            only = compile(code, name, "eval", dont_inherit=True)
+        except SyntaxError:
+            only = None
+        if only is not None:
+            return cut(repr(eval(only, names)))
         tree = compile(code, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         if tree.body:
