@@ -28,6 +28,9 @@ AUTO_REQUESTS = 2
 MAX_FAILURES = 3
 TIDY_SECONDS = 15.0
 PRESSURE = 0.10
+WARM_UP = ("1", "sum(n * n for n in range(9))", "print(f'{1.5:.3f}')", "numpy.ones(3).tolist() + numpy.zeros(3).tolist()")
+"""Evals a template is warmed with: its clones then have the guest's code for the like translated already. Those that are
+errors (another language, no numpy) warm what errors need."""
 READY_TIMEOUT = 60.0
 log = logging.getLogger("forkd")
 
@@ -194,8 +197,8 @@ async def make_template(runtime: Runtime, recipe: Recipe) -> Kept:
         with trio.move_on_after(READY_TIMEOUT):
             await link.ready()
             canary = await Canary.take(machine, link)
-            for _ in range(runtime.settings.template_warmup):
-                await link.eval("None", timeout=READY_TIMEOUT)
+            for count in range(runtime.settings.template_warmup):
+                await link.eval(WARM_UP[count % len(WARM_UP)], timeout=READY_TIMEOUT)
         if canary is None:
             raise GuestTimeout(f"the guest of a template was not warm within {READY_TIMEOUT:g} s")
         # The link stays open until the machine is frozen: a guest whose host end is closed would poll.
