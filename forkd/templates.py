@@ -28,9 +28,14 @@ AUTO_REQUESTS = 2
 MAX_FAILURES = 3
 TIDY_SECONDS = 15.0
 PRESSURE = 0.10
-WARM_UP = ("1", "sum(n * n for n in range(9))", "print(f'{1.5:.3f}')", "numpy.ones(3).tolist() + numpy.zeros(3).tolist()")
-"""Evals a template is warmed with: its clones then have the guest's code for the like translated already. Those that are
-errors (another language, no numpy) warm what errors need."""
+WARM_UP = (
+    "1",
+    "sum(n * n for n in range(9))",
+    "print(f'{1.5:.3f}')",
+    "numpy.ones(3).tolist() + numpy.zeros(3).tolist()",
+)
+"""Evals a template is warmed with: its clones then have the guest's code for the like translated already. Those that
+are errors (another language, no numpy) warm what errors need."""
 READY_TIMEOUT = 60.0
 log = logging.getLogger("forkd")
 

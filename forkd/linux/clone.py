@@ -181,25 +181,38 @@ class ProcessTemplate:
 
     def _freeze(self, survey: Survey) -> None:
         self._arch = host_arch()
-        self._gadgets = survey.gadgets
+        self._gadgets, self._surveyed = survey.gadgets, survey.maps
         with ExitStack() as stack:
             memory = stack.enter_context(open_memory(self._source))
             held = hold_threads(self._source, survey.gadgets, self._arch, self._step, stack)
             main = held[0]
+            refuse_different(held)
             _refuse_timers(self._source)
-            unforked = survey.unforked if _read_maps(self._source) == survey.maps else _check_memory(self._source)
-            allow_fork(main, unforked)
+            allow_fork(main, survey.unforked)
             self._threads = [describe(thread, memory) for thread in held]
-            refuse_different(self._threads)
-            self._offset = tid_offset(self._threads, memory, self._arch)
-            self._descriptors = plan(self._source, self._replaced, self._shared)
+            # Beside the fork, in which this thread waits for the kernel; the source stands still until both are done.
+            looker = stack.enter_context(ThreadPoolExecutor(1))
+            descriptors = looker.submit(plan, self._source, self._replaced, self._shared)
+            maps = looker.submit(_read_maps, self._source)
             self._ghost = main.fork()
+            self._descriptors, self._maps = descriptors.result(), maps.result()
         self.stopped_ms = (time.perf_counter() - main.stopped_at) * 1e3
+
+    def _check_late(self, ghost: int) -> None:
+        """Look at what appeared between the survey and the stop; the source, which runs again, need not wait for it."""
+        if self._maps == self._surveyed:
+            return
+        _check_memory(self._source)
+        if lost := set(_places(self._maps)) - set(_places(_read_maps(ghost))):
+            raise Refused(f"memory at {min(lost).decode()} was not forked")
 
     def _prepare(self) -> None:
         """Write the runner and its table into the ghost."""
-        at, threads, offset, descriptors = self._gadgets.call, self._threads, self._offset, self._descriptors
+        at, threads, descriptors = self._gadgets.call, self._threads, self._descriptors
         ghost, arch = self._require_ghost(), self._arch
+        self._check_late(ghost.tid)
+        with open_memory(ghost.tid) as memory:
+            offset = tid_offset(threads, memory, arch)
 
         def call(name: str, *arguments: int) -> int:
             ghost.enter_call(at, 0, NR[name], arguments)
@@ -364,6 +377,12 @@ def _read_maps(pid: int) -> bytes:
             return maps.read()
     except OSError as error:
         raise TraceError(f"cannot read the mappings of process {pid}", error.errno) from error
+
+
+def _places(maps: bytes) -> list[bytes]:
+    """The address ranges of a process's private and shared memory; the kernel's own pages are in every process."""
+    rows = (line.split() for line in maps.splitlines())
+    return [row[0] for row in rows if row[-1] not in (b"[vvar]", b"[vvar_vclock]", b"[vdso]", b"[vsyscall]")]
 
 
 def _refuse_timers(pid: int) -> None:

@@ -36,6 +36,10 @@ class Refused(TraceError):
         self.reason = reason
 
 
+class Unsettled(Refused):
+    """The process is in the middle of something: a moment later it may well be cloned."""
+
+
 @dataclass(frozen=True, slots=True)
 class Watch:
     """One entry of an epoll set."""
@@ -223,13 +227,13 @@ def _check_pipe(pid: int, group: list[Descriptor]) -> None:
     if len({descriptor.nonblocking for descriptor in group}) > 1:
         raise Refused(f"the ends of a pipe differ in their flags (descriptor {first.number})")
     if waiting_bytes(pid, first):
-        raise Refused(f"there are unread bytes in a pipe (descriptor {first.number})")
+        raise Unsettled(f"there are unread bytes in a pipe (descriptor {first.number})")
 
 
 def _check_drained(pid: int, descriptor: Descriptor) -> None:
     """Input that waits in a replaced socket or pipe would be lost in the clone."""
     if descriptor.target.startswith(("pipe:", "socket:")) and waiting_bytes(pid, descriptor):
-        raise Refused(f"there are unread bytes on descriptor {descriptor.number} ({descriptor.target})")
+        raise Unsettled(f"there are unread bytes on descriptor {descriptor.number} ({descriptor.target})")
 
 
 def _check_watches(pid: int, epoll: Descriptor, found: dict[int, Descriptor]) -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 
 from forkd.linux.arch import NR, X86_64
 from forkd.linux.mapping import Mapping, read_maps
-from forkd.linux.ptrace import ALL_SIGNALS, EXITKILL, Rseq, Tracee, TraceError, seize, seize_options, status_field
+from forkd.linux.ptrace import ALL_SIGNALS, EXITKILL, Rseq, Tracee, TraceError, read_status, seize, seize_options
 
 _CLONE_PTRACE, _CLONE_PARENT = 0x2000, 0x8000
 _RED_ZONE = 128
@@ -91,7 +91,8 @@ class HeldThread:
         self._entered = False  # stopped at the entry of an injected call
 
     def __enter__(self) -> HeldThread:
-        self._tracee = seize(self.tid, self.arch)
+        self.status = read_status(self.tid)
+        self._tracee = seize(self.tid, self.arch, self.status)
         try:
             self._step("seized")
             self.stopped_at = time.perf_counter()
@@ -171,7 +172,7 @@ class HeldThread:
         try:
             self._step("forked")
             child.wait_interrupted()
-            child.set_options(seize_options(pid) | EXITKILL)
+            child.set_options(seize_options(self.status) | EXITKILL)
             self._step("held")
         except BaseException:
             child.kill()
@@ -196,7 +197,8 @@ class HeldThread:
         self._step("detached")
 
     def _signal_waits(self) -> bool:
-        waiting = int(status_field(self.tid, "SigPnd"), 16) | int(status_field(self.tid, "ShdPnd"), 16)
+        status = read_status(self.tid)
+        waiting = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
         return bool(waiting & ~self.mask)
 
     def _abandon(self) -> None:

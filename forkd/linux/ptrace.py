@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -232,25 +231,26 @@ class Tracee:
             return
 
 
-def status_field(tid: int, name: str) -> str:
-    """One line of `/proc/TID/status`."""
+def read_status(tid: int) -> dict[str, str]:
+    """`/proc/TID/status`, read once: a stopped process waits meanwhile."""
     try:
         text = Path(f"/proc/{tid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError) as error:
         raise Ended(f"process {tid} is gone", error.errno) from error
-    match = re.search(rf"^{name}:\s*(.*)$", text, re.MULTILINE)
-    return match[1] if match else ""
+    lines = (line.partition(":") for line in text.splitlines())
+    return {name: value.strip() for name, _, value in lines}
 
 
-def seize_options(tid: int) -> int:
+def seize_options(status: dict[str, str]) -> int:
     """Options to seize a thread with: its seccomp filters must rest, or an injected call could kill it."""
-    return SYSGOOD | (SUSPEND_SECCOMP if status_field(tid, "Seccomp") not in ("", "0") else 0)
+    return SYSGOOD | (SUSPEND_SECCOMP if status.get("Seccomp", "0") != "0" else 0)
 
 
-def seize(tid: int, arch: X86_64) -> Tracee:
+def seize(tid: int, arch: X86_64, status: dict[str, str] | None = None) -> Tracee:
     """Seize a thread; where its seccomp filters cannot be suspended this is refused with the reason."""
-    options = seize_options(tid)
-    if (tracer := status_field(tid, "TracerPid")) != "0":
+    status = status or read_status(tid)
+    options = seize_options(status)
+    if (tracer := status["TracerPid"]) != "0":
         raise TraceError(f"thread {tid} is traced by process {tracer} already")
     try:
         return Tracee.seize(tid, options, arch)

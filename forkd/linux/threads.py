@@ -11,9 +11,9 @@ from pathlib import Path
 
 from forkd.linux.arch import NR, X86_64, AltStack, Registers
 from forkd.linux.batch import Area, Call, encode
-from forkd.linux.descriptors import Refused
+from forkd.linux.descriptors import Refused, Unsettled
 from forkd.linux.held import Gadgets, HeldThread, Step
-from forkd.linux.ptrace import Ended, Rseq, TraceError, status_field
+from forkd.linux.ptrace import Ended, Rseq, TraceError
 
 _GET_ROBUST_LIST = 274
 _PR_SET_NAME = 15
@@ -67,7 +67,7 @@ def describe(thread: HeldThread, memory: int) -> ThreadState:
     _refuse_odd_state(thread)
     rseq = thread.rseq()
     if rseq is not None and os.pread(memory, 8, rseq.address + 8) != bytes(8):
-        raise Refused(f"thread {tid} was stopped inside a restartable sequence")
+        raise Unsettled(f"thread {tid} was stopped inside a restartable sequence")
     return ThreadState(
         tid=tid,
         name=Path(f"/proc/{tid}/comm").read_text().removesuffix("\n"),
@@ -84,7 +84,7 @@ def describe(thread: HeldThread, memory: int) -> ThreadState:
 def _refuse_odd_state(thread: HeldThread) -> None:
     tid = thread.tid
     if os.sched_getscheduler(tid) != os.SCHED_OTHER or os.getpriority(os.PRIO_PROCESS, tid) != os.getpriority(
-        os.PRIO_PROCESS, int(status_field(tid, "Tgid"))
+        os.PRIO_PROCESS, int(thread.status["Tgid"])
     ):
         raise Refused(f"thread {tid} has a scheduling policy or priority of its own")
 
@@ -105,7 +105,7 @@ def _alternate_stack(thread: HeldThread, memory: int) -> AltStack:
         raise TraceError(f"the alternate stack of thread {thread.tid} cannot be read", -result)
     address, flags, size = struct.unpack("<QixxxxQ", os.pread(memory, 24, thread.room))
     if flags & 1:  # SS_ONSTACK: a signal handler runs
-        raise Refused(f"thread {thread.tid} was stopped in a signal handler on its alternate stack")
+        raise Unsettled(f"thread {thread.tid} was stopped in a signal handler on its alternate stack")
     return AltStack(address, flags, size)
 
 
@@ -118,22 +118,13 @@ def _robust_list(tid: int) -> tuple[int, int]:
     return head.value, size.value
 
 
-def refuse_different(threads: list[ThreadState]) -> None:
+def refuse_different(threads: list[HeldThread]) -> None:
     """A new thread gets the credentials and filters of the one that makes it, so all must have the same."""
-    main = _credentials(threads[0].tid)
+    main = threads[0].status
     for thread in threads[1:]:
-        for field, value in _credentials(thread.tid).items():
-            if value != main[field]:
+        for field in _SAME_IN_ALL:
+            if thread.status.get(field) != main.get(field):
                 raise Refused(f"thread {thread.tid} differs from the main thread in {field}")
-
-
-def _credentials(tid: int) -> dict[str, str]:
-    try:
-        lines = Path(f"/proc/{tid}/status").read_text().splitlines()
-    except OSError as error:
-        raise Ended(f"thread {tid} is gone", error.errno) from error
-    found = dict(line.split(":", 1) for line in lines if ":" in line)
-    return {field: found.get(field, "") for field in _SAME_IN_ALL}
 
 
 def tid_offset(threads: list[ThreadState], memory: int, arch: X86_64) -> int:

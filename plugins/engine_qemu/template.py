@@ -14,7 +14,7 @@ from typing import TypeVar
 import trio
 
 from forkd.linux.clone import ProcessTemplate, Survey
-from forkd.linux.descriptors import Descriptor, read_descriptors, take
+from forkd.linux.descriptors import Descriptor, Unsettled, read_descriptors, take
 from forkd.linux.mapping import read_maps
 from forkd.linux.process import ProcessHandle
 from forkd.linux.ptrace import TraceError
@@ -27,6 +27,8 @@ T = TypeVar("T")
 Role = tuple[str, bool]
 """What one of QEMU's descriptors is for: the name of its socket and whether it listens, or its log."""
 _LOG: Role = (LOG, False)
+TRIED_AGAIN_AFTER = (0.005, 0.02, 0.1)
+"""Seconds for which a machine that was in the middle of something runs on before it is stopped again."""
 
 
 class QemuTemplate:
@@ -44,8 +46,22 @@ class QemuTemplate:
     async def of(cls, machine: QemuMachine, *, die_with_owner: bool, resume: bool) -> QemuTemplate:
         """Stop a machine and freeze it; with ``resume`` it runs again as soon as that is done.
 
+        One that is in the middle of something (bytes on their way to the guest, say) is given some more moments.
         Raises TemplateRefused with the reason, MachineGone.
         """
+        for pause in TRIED_AGAIN_AFTER:
+            try:
+                return await cls._freeze(machine, die_with_owner=die_with_owner, resume=resume)
+            except TemplateRefused as error:
+                if not isinstance(error.__cause__, Unsettled):
+                    raise
+                if not resume:
+                    await machine.resume()
+                await trio.sleep(pause)
+        return await cls._freeze(machine, die_with_owner=die_with_owner, resume=resume)
+
+    @classmethod
+    async def _freeze(cls, machine: QemuMachine, *, die_with_owner: bool, resume: bool) -> QemuTemplate:
         survey, roles, shared = await _traced(_survey, machine)
         death_signal = signal.SIGKILL if die_with_owner else 0
         process: ProcessTemplate | None = None

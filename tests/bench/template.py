@@ -42,7 +42,7 @@ def naps():
         time.sleep(0.001)
     return time.perf_counter() - began
 """
-CHANGE = "import os; blob = bytearray(os.urandom(1 << 20) * 64); len(blob)"
+CHANGE = "import os; blob = os.urandom(64 << 20)"
 
 
 async def up(runtime: Runtime, count: int, spawn: str) -> list[Sandbox]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from forkd.linux.clone import ProcessTemplate
-from forkd.linux.descriptors import Refused
+from forkd.linux.descriptors import Refused, Unsettled
 from forkd.linux.held import Step, no_step
 from forkd.linux.ptrace import TraceError
 
@@ -278,7 +278,9 @@ def test_every_thread_knows_its_own_id_and_can_be_joined(target: Callable[[str],
     )
     clone = make.clone(make.of(source.pid))
     assert clone.ask("go") == "[True, True, True] 1"
-    assert len(tasks(clone.pid)) == 1
+    deadline = time.monotonic() + 30
+    while len(tasks(clone.pid)) > 1:  # Python's join returns a little before the kernel has ended the thread
+        assert time.monotonic() < deadline
     assert source.ask("go") == "[True, True, True] 1"
 
 
@@ -465,7 +467,7 @@ def test_unread_input_on_a_replaced_descriptor_is_refused(target: Callable[[str]
         threading.Event().wait()
     """)
     source.process.stdin.write(b"unread")
-    with pytest.raises(Refused, match="unread bytes on descriptor 0"):
+    with pytest.raises(Unsettled, match="unread bytes on descriptor 0"):
         ProcessTemplate.of(source.pid, replaced=[0, 1], shared=[2])
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from forkd.linux import arch
 from forkd.linux.arch import X86_64, AltStack, Registers, UnsupportedArch, host_arch
 from forkd.linux.held import Gadgets, HeldThread
-from forkd.linux.ptrace import Ended, Tracee, TraceError, seize, status_field
+from forkd.linux.ptrace import Ended, Tracee, TraceError, read_status, seize
 
 ECHO = """
     import sys
@@ -95,7 +95,7 @@ def test_a_call_of_another_os_thread_is_refused(target: Callable[[str], Any], tr
 
 def test_a_missing_process_has_no_status() -> None:
     with pytest.raises(Ended):
-        status_field(2**22 - 1, "Seccomp")
+        read_status(2**22 - 1)
 
 
 def test_calls_in_a_held_thread_give_their_results(target: Callable[[str], Any], tracer: Callable[..., Any]) -> None:
