@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +70,19 @@ class Runtime:
     fork_answers: dict[str, Any] = field(default_factory=dict)
     """Forks with an idempotency key, under way or done."""
     busy_workspaces: set[str] = field(default_factory=set)
+    readers: Counter[str] = field(default_factory=Counter)
+    """How many verbs read a snapshot just now, by tag."""
+
+    @contextmanager
+    def reading(self, tag: str) -> Iterator[None]:
+        """While this lasts, retention leaves the snapshot alone."""
+        self.readers[tag] += 1
+        try:
+            yield
+        finally:
+            self.readers[tag] -= 1
+            if not self.readers[tag]:
+                del self.readers[tag]
 
     def engine(self, name: str | None = None) -> Engine:
         """The engine called ``name``, or the one the settings choose; made on first use."""

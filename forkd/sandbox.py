@@ -108,7 +108,7 @@ async def run_sandbox(
     is left goes on, for the next one to adopt.
     """
     began = time.monotonic()
-    slot = plan.adopted or runtime.slots.take(plan.id)
+    slot = plan.adopted or runtime.slots.take(plan.id, plan.info.snapshot_tag)
     machine: Machine | None = None
     sandbox: Sandbox | None = None
     failed = False

@@ -21,6 +21,7 @@ from forkd.store.files import disk_full_as_no_space, remove_tree
 from forkd.store.locks import FileLock, is_held
 
 log = logging.getLogger("forkd")
+SNAPSHOT = "snapshot"
 
 
 def new_sandbox_id() -> str:
@@ -45,11 +46,13 @@ class SlotOwner:
             )
         self._lock = lock
 
-    def take(self, sandbox_id: str) -> Slot:
-        """Make the slot of a new machine."""
+    def take(self, sandbox_id: str, snapshot_tag: str = "") -> Slot:
+        """Make the slot of a new machine, and note the snapshot it comes from, for whoever would remove that."""
         directory = self.directory / sandbox_id
         with disk_full_as_no_space(directory):
             directory.mkdir(mode=0o700)
+            if snapshot_tag:
+                (directory / SNAPSHOT).write_text(snapshot_tag)
         return self._slot(directory)
 
     def existing(self) -> list[Slot]:
@@ -110,6 +113,17 @@ def find_orphans(run_dir: Path) -> list[Orphan]:
     dead = [path for path in sorted(run_dir.iterdir()) if path.is_dir() and not is_held(path / "lock")]
     workers = _working_directories() if dead else {}
     return [Orphan(path, tuple(pid for pid, cwd in workers.items() if path in cwd.parents)) for path in dead]
+
+
+def snapshots_in_use(run_dir: Path) -> dict[str, str]:
+    """Tags of the snapshots that machines of any forkd process came from, each with one such machine."""
+    found = {}
+    for path in run_dir.glob(f"*/*/{SNAPSHOT}"):
+        try:
+            found[path.read_text()] = path.parent.name
+        except FileNotFoundError:
+            continue  # it ended while we looked
+    return found
 
 
 def workers_in(directory: Path) -> list[int]:

@@ -190,6 +190,12 @@ class SnapshotInUse(Conflict):
     code = "snapshot_in_use"
 
 
+class SnapshotPinned(SnapshotInUse):
+    """A snapshot is pinned, so it stays until it is unpinned or removed by force."""
+
+    code = "snapshot_pinned"
+
+
 class ChainBroken(Conflict):
     """A snapshot's ancestors are missing, altered, cyclic or too many."""
 

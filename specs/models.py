@@ -103,7 +103,27 @@ class SnapshotInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     image: str | None = None
     warning: str | None = None
     labels: dict[str, str] = {}
+    pinned: bool = False
     source: dict[str, Any] | None = None
+
+
+class PruneRow(msgspec.Struct, kw_only=True):
+    """What becomes of a snapshot: ``action`` is ``remove`` or ``keep``; ``bytes`` is what it takes on the disk."""
+
+    tag: str
+    action: str
+    reason: str
+    bytes: int
+    created_at_unix: int
+    labels: dict[str, str] = {}
+
+
+class Pruned(msgspec.Struct, kw_only=True):
+    """What a prune did, or with ``dry_run`` would do; ``freed_bytes`` is what those to remove take on the disk."""
+
+    dry_run: bool
+    freed_bytes: int
+    rows: list[PruneRow]
 
 
 class SandboxInfo(msgspec.Struct, kw_only=True):

@@ -260,7 +260,10 @@ class Setup(msgspec.Struct, kw_only=True):
 
 
 class BranchRequest(msgspec.Struct, kw_only=True):
-    """Capture a running sandbox. ``mode`` is full, diff or live; ``diff`` and ``live`` are older spellings of it."""
+    """Capture a running sandbox. ``mode`` is full, diff or live; ``diff`` and ``live`` are older spellings of it.
+
+    Without ``labels`` the snapshot has those of the sandbox.
+    """
 
     tag: str | None = None
     mode: str | None = None
@@ -269,12 +272,47 @@ class BranchRequest(msgspec.Struct, kw_only=True):
     measure_diff: bool = False
     wait: bool = True
     parent_tag: str | None = None
+    labels: dict[str, str] | None = None
 
 
 class Compact(msgspec.Struct, kw_only=True):
     """Flatten a chain into a new snapshot that stands alone."""
 
     to: str
+
+
+class UpdateSnapshot(msgspec.Struct, kw_only=True):
+    """Change what is noted about a snapshot; what is absent stays. One that is ``pinned`` is not removed."""
+
+    pinned: bool | None = None
+    labels: dict[str, str] | None = None
+
+
+class RetentionRule(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which snapshots may go: those with all ``labels`` (``name=value``, or ``name``: each of its values apart).
+
+    ``keep_last`` newest ones always stay. Of the others those older than ``older_than_secs`` go, and the oldest until
+    the rest takes ``max_bytes``; with neither of the two, all of them.
+    """
+
+    labels: list[str] = []
+    keep_last: int | None = None
+    older_than_secs: float | None = None
+    max_bytes: int | None = None
+
+
+class PruneRequest(msgspec.Struct, kw_only=True):
+    """Remove what the rules let go; the first rule whose labels a snapshot has decides about it."""
+
+    rules: list[RetentionRule]
+    dry_run: bool = True
+
+
+class RetentionPolicy(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Rules a daemon applies by itself, when it starts and then every so many seconds."""
+
+    rules: list[RetentionRule]
+    every_secs: float = 3600.0
 
 
 class PackRequest(msgspec.Struct, kw_only=True):

@@ -37,7 +37,7 @@ def command(as_json: bool) -> None:
             f"{row.get('mem_mib', '-')} MiB",
             age(time.time() - row["created_at_unix"]),
             row.get("parent_tag", "-"),
-            row["status"],
+            row["status"] + (", pinned" if row.get("pinned") else ""),
             from_where(row.get("source")),
         ]
         for row in rows

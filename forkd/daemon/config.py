@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from forkd.ops.prune import check_policy
 from forkd.specs.errors import BadInput
+from forkd.specs.requests import RetentionPolicy
 
 NONE = "none"
 
@@ -30,6 +34,7 @@ class DaemonConfig:
     drain_secs: float = 30.0
     end_sandboxes: bool = False
     agent_ports: str = "auto"
+    retention: RetentionPolicy | None = None
 
     def address(self) -> tuple[str, int] | None:
         """Host and port of ``bind``; None if it is "none". Raises BadInput."""
@@ -56,7 +61,10 @@ class DaemonConfig:
         return self.agent_ports == "on" or (self.agent_ports == "auto" and not self.token_file)
 
 
-KINDS: dict[str, type[Any]] = {field.name: type(field.default) for field in dataclasses.fields(DaemonConfig)}
+RETENTION = "retention"
+"""The one setting that is a table, and so in the file alone."""
+PLAIN = [field for field in dataclasses.fields(DaemonConfig) if field.name != RETENTION]
+KINDS: dict[str, type[Any]] = {field.name: type(field.default) for field in PLAIN}
 EXPLAINED = {
     "bind": "HOST:PORT for TCP, or none. Anything but a loopback address needs token_file.",
     "socket": "Path of the unix socket (empty: forkd.sock in the data directory), or none. Its owner needs no token.",
@@ -71,11 +79,25 @@ EXPLAINED = {
 }
 
 
+RETENTION_EXPLAINED = (
+    "Snapshots the daemon removes by itself; none without this table. Try the rules first with: forkd prune",
+    "The first rule whose labels a snapshot has decides; keep_last newest stay, of the others what is older than",
+    "older_than_secs goes, and the oldest until the rest takes max_bytes. Pinned and used ones stay.",
+    "[retention]",
+    "every_secs = 3600",
+    "[[retention.rules]]",
+    'labels = ["session"]',
+    "keep_last = 3",
+    "older_than_secs = 604800",
+    "max_bytes = 10737418240",
+)
+
+
 def load_config(path: str | None, flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> DaemonConfig:
     """Defaults, then the file, then ``FORKD_…`` variables, then flags that are not None. Raises BadInput."""
     env = os.environ if environ is None else environ
     values: dict[str, Any] = _read(path) if path is not None else {}
-    for field in dataclasses.fields(DaemonConfig):
+    for field in PLAIN:
         if text := env.get(f"FORKD_{field.name.upper()}"):
             values[field.name] = _parse(field.name, text)
     values.update({name: value for name, value in flags.items() if value is not None})
@@ -87,6 +109,8 @@ def load_config(path: str | None, flags: Mapping[str, Any], environ: Mapping[str
     if config.agent_ports not in ("on", "off", "auto"):
         raise BadInput(f"agent_ports is {config.agent_ports!r}", hint="on, off or auto")
     config.address()
+    if config.retention is not None:
+        check_policy(config.retention)
     return config
 
 
@@ -95,9 +119,10 @@ def template() -> str:
     import tomli_w
 
     lines = ["# forkd daemon --config THIS_FILE. Environment (FORKD_BIND …) and flags win over it."]
-    for field in dataclasses.fields(DaemonConfig):
+    for field in PLAIN:
         value = tomli_w.dumps({field.name: field.default}).rstrip()
         lines += ["", f"# {EXPLAINED[field.name]}", f"# {value}"]
+    lines += ["", *(f"# {line}".rstrip() for line in RETENTION_EXPLAINED)]
     return "\n".join(lines) + "\n"
 
 
@@ -108,9 +133,21 @@ def _read(path: str) -> dict[str, Any]:
         raise BadInput(f"config {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"config {path} is not TOML: {error}") from error
+    if (table := values.pop(RETENTION, None)) is not None:
+        try:
+            policy = msgspec.convert(table, RetentionPolicy)
+        except msgspec.ValidationError as error:
+            raise BadInput(f"config {path}: [{RETENTION}]: {error}") from error
+        return {**_checked(path, values), RETENTION: policy}
+    return _checked(path, values)
+
+
+def _checked(path: str, values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if name not in KINDS:
-            raise BadInput(f"config {path}: there is no setting {name!r}", hint=f"there are: {', '.join(KINDS)}")
+            raise BadInput(
+                f"config {path}: there is no setting {name!r}", hint=f"there are: {', '.join((*KINDS, RETENTION))}"
+            )
         if KINDS[name] is float and type(value) is int:
             values[name] = float(value)
         elif type(value) is not KINDS[name]:

@@ -28,6 +28,7 @@ from forkd.daemon.config import NONE, DaemonConfig
 from forkd.daemon.gate import Gate
 from forkd.daemon.metrics import Metrics
 from forkd.ops.adopt import adopt_all
+from forkd.ops.prune import keep_pruned
 from forkd.runtime import Runtime, open_runtime
 from forkd.sandbox import end_sandbox
 from forkd.specs.errors import BadInput, Conflict, ForkdError, HostNotReady
@@ -63,6 +64,8 @@ async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None
                         return
                     _reopen(tokens, audit)
 
+            if config.retention is not None:
+                runtime.nursery.start_soon(keep_pruned, runtime, config.retention)
             metrics = Metrics(runtime)
             app = make_app(runtime, metrics)
             public = frozenset(route.path for route in app.routes if isinstance(route, ApiRoute) and route.public)

@@ -10,6 +10,7 @@ import trio
 from forkd import __version__
 from forkd.ops.capture import Captured, capture_into_stage, no_step
 from forkd.ops.describe import describe
+from forkd.ops.lifecycle import check_pairs
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.branch import BranchMode, Pause, Step
@@ -35,6 +36,7 @@ async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step
     mode = runtime.plugins.branch_mode(mode_name(request))
     if not request.wait and not mode.keeps_running:
         raise BadInput("wait=false needs mode live", hint=f"{mode.name} writes while the source stands still")
+    check_pairs("labels", request.labels or {})
     sandbox = runtime.sandbox(sandbox_id)
     source = await _source(runtime, sandbox, mode, request)
     cap = runtime.settings.branch_concurrency
@@ -117,6 +119,10 @@ class _Branch:
 
     async def run(self, task_status: trio.TaskStatus[Pause] = trio.TASK_STATUS_IGNORED) -> None:
         """Capture, commit; whatever fails, nothing half-made is left and the source runs."""
+        with self._runtime.reading(self._source.manifest.tag):
+            await self._run(task_status)
+
+    async def _run(self, task_status: trio.TaskStatus[Pause]) -> None:
         resumed = _Once(task_status)
         try:
             captured = await capture_into_stage(
@@ -165,6 +171,7 @@ class _Branch:
             parent=parent,
             branched_from=self.sandbox.id,
             image=source.image,
+            labels=self.sandbox.info.labels if self._request.labels is None else self._request.labels,
         )
 
     def _note(self) -> None:

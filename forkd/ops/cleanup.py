@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,7 @@ from forkd.linux.process import end_process
 from forkd.network import remove_network
 from forkd.runtime import Runtime
 from forkd.slots import find_orphans
-from forkd.store.files import remove_tree
+from forkd.store.files import physical_bytes, remove_tree, tree_bytes
 from forkd.store.locks import is_held
 
 
@@ -83,13 +82,4 @@ def _in_use(path: Path) -> Leftover:
 
 
 def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_blocks * 512
-    total = 0
-    for directory, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
-            except FileNotFoundError:
-                continue  # going away while we look
-    return total
+    return physical_bytes(path) if path.is_file() else tree_bytes(path)

@@ -87,6 +87,7 @@ def describe(runtime: Runtime, entry: Stored | Broken) -> SnapshotInfo:
         image=manifest.image,
         warning=warning,
         labels=manifest.labels,
+        pinned=entry.pinned,
         source=manifest.source,
     )
 

@@ -99,6 +99,11 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
     """Bring up ``n`` children of ``tag``. One child's failure is its own row; a broken snapshot raises at once."""
     if not 1 <= n <= MAX_CHILDREN:
         raise BadInput(f"{n} children are not possible", hint=f"give 1 to {MAX_CHILDREN}")
+    with runtime.reading(tag):
+        return await _fork(runtime, tag, n, options)
+
+
+async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list[Child]:
     stored, spec, lease = await _prepare(runtime, tag, options)
     manifest = stored.manifest
     engine = runtime.engine(manifest.platform.engine)

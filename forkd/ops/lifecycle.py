@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import trio
 
@@ -35,13 +35,19 @@ def check_details(runtime: Runtime, details: SandboxDetails, own: Sandbox | None
         if seconds is not None and not 0 <= seconds <= MAX_TIMEOUT:
             raise BadInput(f"{what} is {seconds:g}", hint="give seconds above 0, or 0 for none")
     for what, pairs in (("labels", details.labels), ("metadata", details.metadata), ("env", details.env)):
-        if len(pairs or {}) > MAX_LABELS:
-            raise BadInput(f"{what} has more than {MAX_LABELS} entries")
-        for key, value in (pairs or {}).items():
-            if not key or len(key) > 256 or len(value) > MAX_VALUE or "\0" in key + value:
-                raise BadInput(f"{what}: {key[:80]!r} or its value is empty, too long, or has a NUL")
-            if what == "env" and not _ENV.fullmatch(key):
-                raise BadInput(f"env: {key[:80]!r} is no name of a variable")
+        check_pairs(what, pairs or {})
+    for key in details.env or {}:
+        if not _ENV.fullmatch(key):
+            raise BadInput(f"env: {key[:80]!r} is no name of a variable")
+
+
+def check_pairs(what: str, pairs: Mapping[str, str]) -> None:
+    """Raise BadInput unless these can be labels or the like."""
+    if len(pairs) > MAX_LABELS:
+        raise BadInput(f"{what} has more than {MAX_LABELS} entries")
+    for key, value in pairs.items():
+        if not key or len(key) > 256 or len(value) > MAX_VALUE or "\0" in key + value:
+            raise BadInput(f"{what}: {key[:80]!r} or its value is empty, too long, or has a NUL")
 
 
 async def dress(runtime: Runtime, sandbox: Sandbox, details: SandboxDetails) -> SandboxInfo:

@@ -63,7 +63,8 @@ async def compact(runtime: Runtime, tag: str, to: str) -> SnapshotInfo:
         layer.check_files()
     stage = runtime.snapshots.stage(to)
     try:
-        stored = await trio.to_thread.run_sync(_flatten, layers, stage)
+        with runtime.reading(tag):
+            stored = await trio.to_thread.run_sync(_flatten, layers, stage)
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(stage.abandon)

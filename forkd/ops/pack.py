@@ -98,7 +98,8 @@ async def pack(runtime: Runtime, request: PackRequest, progress: ByteProgress) -
     out = Path(request.out or f"./{request.tag}{PACK_SUFFIX}").absolute()
     if not out.parent.is_dir():
         raise BadInput(f"there is no directory {out.parent}")
-    manifest = await build_manifest(runtime, layers, request, progress)
+    with runtime.reading(request.tag):
+        manifest = await build_manifest(runtime, layers, request, progress)
     document = sign_document(runtime, manifests.encode(manifest), request.sign)
     await trio.to_thread.run_sync(partial(_assemble, runtime, manifest, document, out))
     beside = [] if request.bundle or request.since else await _sidecars(runtime, manifest, out.parent)

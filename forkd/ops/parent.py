@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forkd.ops.build import build_rootfs
+from forkd.ops.lifecycle import check_pairs
 from forkd.ops.setup import kernel_files
 from forkd.ops.snapshot import ParentSpec, check_hardware, snapshot_parent
 from forkd.provision import add_kernel
@@ -19,6 +20,7 @@ MAX_BOOT_WAIT = 60
 
 async def create_parent(runtime: Runtime, request: CreateSnapshot, progress: Progress) -> Stored:
     """Make the snapshot ``request`` describes. Refuses everything it can before the long work begins."""
+    check_pairs("labels", request.labels)
     hardware = check_hardware(request.vcpus, request.mem_size_mib)
     if not 0 <= request.boot_wait_secs <= MAX_BOOT_WAIT:
         raise BadInput(f"boot_wait_secs is {request.boot_wait_secs:g}", hint=f"give 0 to {MAX_BOOT_WAIT}")

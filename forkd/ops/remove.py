@@ -4,45 +4,106 @@ from __future__ import annotations
 
 import trio
 
+from forkd.inventory import SqliteInventory, Workspace
 from forkd.runtime import Runtime
-from forkd.specs.errors import BadInput, SnapshotBroken, SnapshotInUse
+from forkd.slots import snapshots_in_use
+from forkd.specs.errors import BadInput, SnapshotBroken, SnapshotInUse, SnapshotNotFound, SnapshotPinned
 
 
 async def remove_snapshot(
-    runtime: Runtime, tag: str, *, cascade: bool = False, force: bool = False, state_of: str | None = None
+    runtime: Runtime,
+    tag: str,
+    *,
+    cascade: bool = False,
+    force: bool = False,
+    state_of: str | None = None,
+    unused: bool = False,
 ) -> list[str]:
     """Remove ``tag``; with ``cascade`` all that build on it first, with ``force`` only it. Returns what was removed.
 
-    The state of a suspended workspace stays, unless forced or removed for the workspace itself, ``state_of``.
+    What is pinned and the state of a suspended workspace stay, unless forced or removed for the workspace itself,
+    ``state_of``. With ``unused`` so does what anything runs from or reads.
     """
     if cascade and force:
         raise BadInput("cascade and force exclude each other")
     runtime.snapshots.path(tag)  # refuses a bad tag before anything is looked at
-    dependents = await trio.to_thread.run_sync(runtime.snapshots.dependents, tag)
-    if dependents and not (cascade or force):
+    doomed = await trio.to_thread.run_sync(_with_dependents, runtime, tag)
+    if len(doomed) > 1 and not (cascade or force):
+        dependents = await trio.to_thread.run_sync(runtime.snapshots.dependents, tag)
         raise SnapshotInUse(
             f"snapshots {', '.join(dependents)} build on {tag!r}",
             hint="remove them too with cascade, or orphan them with force",
             dependents=dependents,
         )
-    if not force and (name := _workspace_on(runtime, tag)) not in (None, state_of):
-        raise SnapshotInUse(f"{tag!r} is the state of workspace {name!r}", hint=f"forkd workspace delete {name}")
-    removed: list[str] = []
-    if cascade:
-        for child in dependents:
-            removed += await remove_snapshot(runtime, child, cascade=True)
+    if force:
+        doomed = [tag]
+    else:
+        _check(runtime, doomed, state_of)
+    if unused and (why := in_use(runtime).get(tag)):
+        raise SnapshotInUse(f"snapshot {tag!r} stays: {why}")
+    for each in doomed:
+        await _remove(runtime, each, force)
+    return doomed
+
+
+def in_use(runtime: Runtime) -> dict[str, str]:
+    """Why snapshots are needed, besides what builds on them: a sandbox, a template, a workspace or a verb at work."""
+    found = {tag: "something reads it just now" for tag in runtime.readers}
+    for workspace in _workspaces(runtime):
+        info = workspace.info
+        found[info.current_state_tag or info.source_snapshot_tag] = f"workspace {info.name!r} comes back from it"
+    warm = {content for content, _ in runtime.templates.kept}
+    for entry in runtime.snapshots.manifests() if warm else ():
+        if entry.content in warm:
+            found[entry.tag] = "a template of it is warm"
+    for tag, sandbox_id in snapshots_in_use(runtime.settings.run_dir).items():
+        found[tag] = f"sandbox {sandbox_id} runs from it"
+    return found
+
+
+def _with_dependents(runtime: Runtime, tag: str) -> list[str]:
+    """The snapshot and all that build on it, each before what it builds on."""
+    children: dict[str, list[str]] = {}
+    for manifest in runtime.snapshots.manifests():
+        if manifest.parent is not None:
+            children.setdefault(manifest.parent.tag, []).append(manifest.tag)
+    order = [tag]
+    for each in order:
+        order += [child for child in children.get(each, ()) if child not in order]
+    return order[::-1]
+
+
+def _check(runtime: Runtime, tags: list[str], state_of: str | None) -> None:
+    """Refuse before anything is removed."""
+    states = {found.info.current_state_tag: found.info.name for found in _workspaces(runtime)}
+    for tag in tags:
+        if (name := states.get(tag)) not in (None, state_of):
+            raise SnapshotInUse(f"{tag!r} is the state of workspace {name!r}", hint=f"forkd workspace delete {name}")
+        try:
+            pinned = runtime.snapshots.load(tag).pinned
+        except (SnapshotBroken, SnapshotNotFound):
+            continue
+        if pinned:
+            raise SnapshotPinned(f"snapshot {tag!r} is pinned", hint=f"forkd unpin {tag}")
+
+
+async def _remove(runtime: Runtime, tag: str, force: bool) -> None:
     try:
         content = runtime.snapshots.load(tag).manifest.content
         await trio.to_thread.run_sync(runtime.images.forget, content)
         runtime.templates.forget(runtime, content)
     except SnapshotBroken:
         pass  # nothing was ever made from it
-    await trio.to_thread.run_sync(runtime.snapshots.remove, tag)
+    await trio.to_thread.run_sync(lambda: runtime.snapshots.remove(tag, force=force))
     runtime.observe("remove", tag=tag)
-    return [*removed, tag]
 
 
-def _workspace_on(runtime: Runtime, tag: str) -> str | None:
-    """The workspace whose state this is."""
-    states = {found.info.current_state_tag: found.info.name for found in runtime.inventory.workspaces()}
-    return states.get(tag)
+def _workspaces(runtime: Runtime) -> list[Workspace]:
+    """Those of this daemon, or of the one that used this data directory last."""
+    if runtime.keeps or not runtime.settings.inventory.exists():
+        return runtime.inventory.workspaces()
+    inventory = SqliteInventory(runtime.settings.inventory)
+    try:
+        return inventory.workspaces()
+    finally:
+        inventory.close()

@@ -63,7 +63,8 @@ async def push(runtime: Runtime, request: PushRequest, progress: ByteProgress) -
     transport, place = transport_for(runtime, ref.scheme), place_of(runtime, ref)
     layers = chain_of(runtime, request.tag)
     sources = sources_of(runtime, layers)
-    blobs, absent = await _absent(runtime, transport, place, sources, progress)
+    with runtime.reading(request.tag):
+        blobs, absent = await _absent(runtime, transport, place, sources, progress)
     async with metered(progress, "sending", sum(blob.stored for blob in absent)) as meter:
         await _each(absent, lambda blob: _send_blob(runtime, transport, place, blob, meter))
     manifest = manifests.make(layers_of(layers), blobs, request.description, request.base_image)

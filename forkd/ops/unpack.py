@@ -23,13 +23,13 @@ from forkd.ops.keys import trusted_keys
 from forkd.ops.meter import ByteProgress, Meter, metered
 from forkd.ops.remove import remove_snapshot
 from forkd.runtime import Runtime
-from forkd.specs.errors import BadInput, NoSpace, PackError, SnapshotInUse, TagTaken
+from forkd.specs.errors import BadInput, NoSpace, PackError, SnapshotInUse, SnapshotPinned, TagTaken
 from forkd.specs.models import ParentRef, Snapshot
 from forkd.specs.packs import Blob, PackManifest
 from forkd.specs.requests import UnpackRequest
 from forkd.specs.tags import check_tag
 from forkd.store import deltas, digests
-from forkd.store.snapshots import DELTA, IMAGE, VMSTATE, Stored, content_id
+from forkd.store.snapshots import DELTA, IMAGE, PINNED, VMSTATE, Stored, content_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,8 @@ def _replaceable(runtime: Runtime, tag: str) -> str:
             hint="give --tag NAME, or remove them first: forkd rmi --cascade",
             dependents=dependents,
         )
+    if (runtime.snapshots.path(tag) / PINNED).exists():
+        raise SnapshotPinned(f"{tag!r} cannot be replaced: it is pinned", hint=f"give --tag NAME, or forkd unpin {tag}")
     return tag
 
 
@@ -224,7 +226,7 @@ def _check_space(runtime: Runtime, plan: Plan) -> None:
     if needed > (free := sparse.disk_free(runtime.blobs.root)):
         raise NoSpace(
             f"{needed >> 20} MiB are needed at {runtime.settings.data_dir}, {free >> 20} MiB are free",
-            hint="free some space: forkd images, forkd rmi, forkd cleanup",
+            hint="free some space: forkd prune, forkd rmi, forkd cleanup",
         )
 
 

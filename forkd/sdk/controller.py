@@ -114,6 +114,18 @@ class Controller(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
         query = {name: "true" for name, value in (("cascade", cascade), ("force", force)) if value}
         self._call("DELETE", f"/v1/snapshots/{_quote(tag)}", params=query)
 
+    def update_snapshot(
+        self, tag: str, pinned: bool | None = None, labels: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Pin a snapshot, so that it is not removed, or unpin it; give it other labels. What is None stays."""
+        given = {"pinned": pinned, "labels": labels}
+        body = {key: value for key, value in given.items() if value is not None}
+        return self._call("PATCH", f"/v1/snapshots/{_quote(tag)}", body)
+
+    def prune_snapshots(self, rules: list[dict[str, Any]], dry_run: bool = True) -> dict[str, Any]:
+        """Remove what rules (``labels``, ``keep_last``, ``older_than_secs``, ``max_bytes``) let go, or say what."""
+        return self._call("POST", "/v1/snapshots/prune", {"rules": rules, "dry_run": dry_run})
+
     def build_rootfs(self, image: str, on_progress: OnProgress | None = None, **fields: Any) -> dict[str, Any]:
         """Build a disk from an image."""
         return self._stream("/v1/rootfs", {"image": image, **fields}, on_progress)
@@ -220,10 +232,12 @@ class Controller(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
         mode: str | None = None,
         wait: bool = True,
         parent_tag: str | None = None,
+        labels: dict[str, str] | None = None,
     ) -> dict[str, Any]:
         """Capture a running sandbox into a new snapshot; ``mode`` is full, diff or live."""
-        fields = {"tag": tag, "diff": diff or None, "measure_diff": measure_diff or None, "mode": mode}
-        body = {key: value for key, value in {**fields, "parent_tag": parent_tag}.items() if value is not None}
+        fields: dict[str, Any] = {"tag": tag, "diff": diff or None, "measure_diff": measure_diff or None, "mode": mode}
+        fields |= {"parent_tag": parent_tag, "labels": labels}
+        body = {key: value for key, value in fields.items() if value is not None}
         return self._call("POST", f"/v1/sandboxes/{_quote(sandbox_id)}/branch", {**body, "wait": wait})
 
     def exec_command(self, sandbox_id: str, args: list[str], timeout_secs: float = 30, **fields: Any) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def disk_full_as_no_space(where: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoSpace(
-                f"no space left at {where}", hint="free some space: forkd images, forkd rmi, forkd cleanup"
+                f"no space left at {where}", hint="free some space: forkd prune, forkd rmi, forkd cleanup"
             ) from error
         raise
 
@@ -79,8 +79,20 @@ def check_low_water(where: Path, low_water: int | None) -> None:
     if disk.free < least:
         raise NoSpace(
             f"only {disk.free >> 20} MiB are free at {where}, and {least >> 20} MiB are kept free",
-            hint="free some space: forkd images, forkd rmi, forkd cleanup",
+            hint="free some space: forkd prune, forkd rmi, forkd cleanup",
         )
+
+
+def tree_bytes(directory: Path) -> int:
+    """The space the files of a directory take; those that go while we look take none."""
+    total = 0
+    for where, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
 
 
 def physical_bytes(path: Path) -> int:

@@ -33,7 +33,7 @@ class ImageCache:
         """One contiguous image of the chain ``layers`` (root first). Raises NoSpace, SnapshotBroken."""
         if len(layers) == 1:
             return layers[0].memory
-        path = self.root / f"{layers[-1].manifest.content.partition(':')[2]}.bin"
+        path = self._path(layers[-1].manifest.content)
         async with self._making.setdefault(path.name, trio.Lock()):
             if not _touch(path):
                 await trio.to_thread.run_sync(self._make, layers, path)
@@ -41,7 +41,14 @@ class ImageCache:
 
     def forget(self, content: str) -> None:
         """Drop the image of a removed snapshot."""
-        (self.root / f"{content.partition(':')[2]}.bin").unlink(missing_ok=True)
+        self._path(content).unlink(missing_ok=True)
+
+    def cached_bytes(self, content: str) -> int:
+        """The space the image of a snapshot takes, 0 if there is none."""
+        try:
+            return files.physical_bytes(self._path(content))
+        except FileNotFoundError:
+            return 0
 
     def leftovers(self) -> list[Path]:
         """Half-made images of processes that are gone."""
@@ -49,6 +56,9 @@ class ImageCache:
             return []
         staged = [path for path in self.root.iterdir() if path.name.startswith(".")]
         return [path for path in staged if not _is_alive(path.name.rpartition("-")[2])]
+
+    def _path(self, content: str) -> Path:
+        return self.root / f"{content.partition(':')[2]}.bin"
 
     def _make(self, layers: list[Stored], path: Path) -> None:
         self.root.mkdir(parents=True, exist_ok=True)

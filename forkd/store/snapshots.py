@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from forkd.specs.errors import SnapshotBroken, SnapshotNotFound, TagTaken
+from forkd.specs.errors import SnapshotBroken, SnapshotNotFound, SnapshotPinned, TagTaken
 from forkd.specs.models import SNAPSHOT_FORMAT, Snapshot
 from forkd.specs.tags import check_tag
 from forkd.store import files
@@ -20,6 +20,7 @@ MANIFEST = "snapshot.json"
 VMSTATE = "vmstate"
 IMAGE = "memory.bin"
 DELTA = "memory.delta"
+PINNED = "pinned"
 STAGE = ".stage-"
 DOOMED = ".doomed-"
 MAX_MANIFEST = 1 << 20
@@ -41,6 +42,11 @@ class Stored:
     def memory(self) -> Path:
         """The memory file: an image or a delta, as the manifest says."""
         return self.directory / (IMAGE if self.manifest.memory.kind == "image" else DELTA)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it must not be removed."""
+        return (self.directory / PINNED).exists()
 
     def check_files(self) -> None:
         """Raise SnapshotBroken, naming the file, unless every file is there at its recorded size."""
@@ -157,22 +163,53 @@ class SnapshotStore:
                 found.append(Broken(name, self.root / name, error.message))
         return found
 
+    def manifests(self) -> list[Snapshot]:
+        """What every snapshot that can be read says of itself; its files are not looked at."""
+        found = []
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            try:
+                if not path.name.startswith("."):
+                    found.append(self.load(path.name).manifest)
+            except (SnapshotBroken, SnapshotNotFound):
+                continue
+        return found
+
     def dependents(self, tag: str) -> list[str]:
         """Tags of the snapshots whose delta is directly against ``tag``."""
-        return [
-            entry.manifest.tag
-            for entry in self.entries()
-            if isinstance(entry, Stored) and entry.manifest.parent is not None and entry.manifest.parent.tag == tag
-        ]
+        return [found.tag for found in self.manifests() if found.parent is not None and found.parent.tag == tag]
 
-    def remove(self, tag: str) -> None:
-        """Remove a snapshot: it is gone for everybody the moment its name is. Raises SnapshotNotFound."""
+    def note(self, tag: str, *, pinned: bool | None = None, labels: dict[str, str] | None = None) -> Stored:
+        """Pin or unpin a snapshot, give it other labels; on the disk when this returns. What is None stays.
+
+        Raises SnapshotNotFound, SnapshotBroken.
+        """
+        with files.disk_full_as_no_space(self.root), brief(self.root / ".lock"):
+            stored = self.load(tag)
+            if labels is not None:
+                manifest = msgspec.structs.replace(stored.manifest, labels=labels)
+                files.write_durably(stored.directory / MANIFEST, encode(manifest))
+                stored = Stored(stored.directory, manifest)
+            if pinned is True:
+                (stored.directory / PINNED).touch()
+            elif pinned is False:
+                (stored.directory / PINNED).unlink(missing_ok=True)
+            files.sync_directory(stored.directory)
+        return stored
+
+    def remove(self, tag: str, *, force: bool = False) -> None:
+        """Remove a snapshot: it is gone for everybody the moment its name is.
+
+        Raises SnapshotNotFound, and SnapshotPinned unless forced.
+        """
         directory = self.path(tag)
         doomed = self.root / f"{DOOMED}{tag}-{time.time_ns():x}"
-        try:
-            directory.rename(doomed)
-        except FileNotFoundError as error:
-            raise SnapshotNotFound(f"there is no snapshot {tag!r}", hint="forkd images lists them") from error
+        with brief(self.root / ".lock"):
+            if not force and (directory / PINNED).exists():
+                raise SnapshotPinned(f"snapshot {tag!r} is pinned", hint=f"forkd unpin {tag}")
+            try:
+                directory.rename(doomed)
+            except FileNotFoundError as error:
+                raise SnapshotNotFound(f"there is no snapshot {tag!r}", hint="forkd images lists them") from error
         files.sync_directory(self.root)
         files.remove_tree(doomed)
 

@@ -18,6 +18,8 @@ from forkd.ops.build import build_rootfs
 from forkd.ops.describe import describe, get_snapshot, list_snapshots
 from forkd.ops.lineage import compact, snapshot_lineage
 from forkd.ops.parent import create_parent
+from forkd.ops.pin import update_snapshot
+from forkd.ops.prune import prune
 from forkd.ops.remove import remove_snapshot
 from forkd.specs.errors import (
     BadInput,
@@ -29,8 +31,8 @@ from forkd.specs.errors import (
     HostNotReady,
     NoSpace,
 )
-from forkd.specs.models import SnapshotInfo
-from forkd.specs.requests import BuildRootfs, Compact, CreateSnapshot
+from forkd.specs.models import Pruned, SnapshotInfo
+from forkd.specs.requests import BuildRootfs, Compact, CreateSnapshot, PruneRequest, UpdateSnapshot
 
 
 async def index(request: Request) -> Response:
@@ -75,6 +77,18 @@ async def delete(request: Request) -> Response:
     return Response(status_code=204)
 
 
+async def update(request: Request) -> Response:
+    """Pin or unpin a snapshot, give it other labels."""
+    body = await read_body(request, UpdateSnapshot)
+    return reply(await update_snapshot(runtime_of(request), request.path_params["tag"], body))
+
+
+async def retain(request: Request) -> Response:
+    """Remove the snapshots that rules let go; by default only say which."""
+    body = await read_body(request, PruneRequest)
+    return reply(await prune(runtime_of(request), body.rules, dry_run=body.dry_run))
+
+
 async def rootfs(request: Request) -> Response:
     """Build a disk; progress as events."""
     runtime = runtime_of(request)
@@ -113,6 +127,8 @@ routes = [
         query={"cascade": bool, "force": bool},
         errors=(*OF_SNAPSHOT, Conflict),
     ),
+    route("PATCH", TAG, update, {200: SnapshotInfo}, body=UpdateSnapshot, errors=(*OF_SNAPSHOT, Conflict)),
+    route("POST", "/v1/snapshots/prune", retain, {200: Pruned}, body=PruneRequest, errors=(BadInput,)),
     route("GET", f"{TAG}/info", info, {200: dict[str, Any]}, errors=(*OF_SNAPSHOT, Conflict)),
     route("POST", f"{TAG}/compact", flatten, {200: SnapshotInfo}, body=Compact, errors=(*OF_SNAPSHOT, Conflict)),
     route(

@@ -9,6 +9,8 @@ import type * as api from './schema.js';
 export type SpawnOptions = Options<api.CreateSandboxes, 'snapshot_tag'> & { snapshotTag: string };
 export type LimitOptions = Options<api.UpdateSandbox>;
 export type SnapshotOptions = Options<api.CreateSnapshot, 'tag'> & { tag: string };
+export type SnapshotNotes = Options<api.UpdateSnapshot>;
+export type RuleOptions = Options<api.RetentionRule>;
 export type RootfsOptions = Options<api.BuildRootfs, 'image'> & { image: string };
 export type BranchOptions = Options<api.BranchRequest, 'mode'> & { mode?: BranchMode | undefined; measure_diff?: boolean };
 export type ExecOptions = Options<api.ExecRequest, 'args'> & { signal?: AbortSignal };
@@ -79,6 +81,17 @@ export class Controller extends HubMethods {
   async deleteSnapshot(tag: string, options: { cascade?: boolean; force?: boolean } = {}): Promise<void> {
     const query = { cascade: options.cascade || undefined, force: options.force || undefined };
     await this.http.json('DELETE', snapshotPath(tag), { query });
+  }
+
+  /** Pin a snapshot, so that it is not removed, or unpin it; give it other labels. */
+  updateSnapshot(tag: string, options: SnapshotNotes): Promise<api.SnapshotInfo> {
+    return this.http.json('PATCH', snapshotPath(tag), { body: body(options) });
+  }
+
+  /** Remove the snapshots that rules let go, or, by default, only say which. */
+  pruneSnapshots(rules: RuleOptions[], options: { dryRun?: boolean } = {}): Promise<api.Pruned> {
+    const asked = { rules: [...rules].map((rule) => body(rule)), dry_run: options.dryRun ?? true };
+    return this.http.json('POST', '/v1/snapshots/prune', { body: asked });
   }
 
   /** Build a disk from an image. */

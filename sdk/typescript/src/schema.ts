@@ -1,6 +1,6 @@
 // Written by build/typescript.py from the daemon's own description of its API; do not edit.
 
-/** Capture a running sandbox. `mode` is full, diff or live; `diff` and `live` are older spellings of it. */
+/** Capture a running sandbox. `mode` is full, diff or live; `diff` and `live` are older spellings of it. Without `labels` the snapshot has those of the sandbox. */
 export interface BranchRequest {
   tag?: string | null;
   mode?: string | null;
@@ -9,6 +9,7 @@ export interface BranchRequest {
   measure_diff?: boolean;
   wait?: boolean;
   parent_tag?: string | null;
+  labels?: Record<string, string> | null;
 }
 
 /** Build a disk; `output` additionally copies it to a file of the host. */
@@ -344,6 +345,29 @@ export interface ProcessOutput {
   stderr: string;
 }
 
+/** Remove what the rules let go; the first rule whose labels a snapshot has decides about it. */
+export interface PruneRequest {
+  rules: RetentionRule[];
+  dry_run?: boolean;
+}
+
+/** What becomes of a snapshot: `action` is `remove` or `keep`; `bytes` is what it takes on the disk. */
+export interface PruneRow {
+  tag: string;
+  action: string;
+  reason: string;
+  bytes: number;
+  created_at_unix: number;
+  labels?: Record<string, string>;
+}
+
+/** What a prune did, or with `dry_run` would do; `freed_bytes` is what those to remove take on the disk. */
+export interface Pruned {
+  dry_run: boolean;
+  freed_bytes: number;
+  rows: PruneRow[];
+}
+
 /** Fetch a snapshot from `target`: a package reference, or the URL of a pack file. */
 export interface PullRequest {
   target: string;
@@ -362,6 +386,14 @@ export interface PushRequest {
   base_image?: string;
   since?: string | null;
   sign?: string | null;
+}
+
+/** Which snapshots may go: those with all `labels` (`name=value`, or `name`: each of its values apart). `keep_last` newest ones always stay. Of the others those older than `older_than_secs` go, and the oldest until the rest takes `max_bytes`; with neither of the two, all of them. */
+export interface RetentionRule {
+  labels?: string[];
+  keep_last?: number | null;
+  older_than_secs?: number | null;
+  max_bytes?: number | null;
 }
 
 /** The snapshot to go back to: one the sandbox was forked from, or was branched into. */
@@ -470,6 +502,7 @@ export interface SnapshotInfo {
   image?: string | null;
   warning?: string | null;
   labels?: Record<string, string>;
+  pinned?: boolean;
   source?: Record<string, unknown> | null;
 }
 
@@ -518,6 +551,12 @@ export interface UpdateSandbox {
   env?: Record<string, string> | null;
   timeout_secs?: number | null;
   idle_pause_secs?: number | null;
+}
+
+/** Change what is noted about a snapshot; what is absent stays. One that is `pinned` is not removed. */
+export interface UpdateSnapshot {
+  pinned?: boolean | null;
+  labels?: Record<string, string> | null;
 }
 
 /** A change below a directory: `type` is create, write, remove, rename, chmod, or overflow (events were lost). */

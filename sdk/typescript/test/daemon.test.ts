@@ -97,6 +97,20 @@ test('a branch carries the state on, and a grandchild has it', async () => {
   await grandchild.kill();
 });
 
+test('a pinned snapshot stays, and rules say what would go', async () => {
+  const tag = `t-ts-kept-${Date.now()}`;
+  const [source] = await controller.spawnSandboxes({ snapshotTag: TAG });
+  await controller.branchSandbox(source!.id, { tag, mode: 'diff', labels: { kept: tag } });
+  assert.equal((await controller.updateSnapshot(tag, { pinned: true })).pinned, true);
+  const rule = { labels: [`kept=${tag}`], keepLast: 0 };
+  const plan = await controller.pruneSnapshots([rule]);
+  assert.deepEqual(plan.rows.filter((row) => row.tag === tag).map((row) => row.reason), ['pinned']);
+  await controller.updateSnapshot(tag, { pinned: false });
+  const done = await controller.pruneSnapshots([rule], { dryRun: false });
+  assert.deepEqual(done.rows.filter((row) => row.action === 'remove').map((row) => row.tag), [tag]);
+  await controller.killSandbox(source!.id);
+});
+
 test('a sandbox lives as long as the work', async () => {
   let id = '';
   await assert.rejects(

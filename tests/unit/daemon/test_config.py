@@ -9,6 +9,7 @@ import pytest
 
 from forkd.daemon.config import DaemonConfig, load_config, template
 from forkd.specs.errors import BadInput
+from forkd.specs.requests import RetentionPolicy, RetentionRule
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
@@ -20,15 +21,39 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
 
 def test_the_printed_config_says_every_default(tmp_path: Path) -> None:
     text = template()
-    uncommented = "\n".join(line.removeprefix("# ") for line in text.splitlines() if " = " in line)
+    plain, table = text.split("# [retention]\n")
     path = tmp_path / "forkd.toml"
-    path.write_text(uncommented)
+    path.write_text("\n".join(line.removeprefix("# ") for line in plain.splitlines() if " = " in line))
     assert load_config(str(path), {}, {}) == DaemonConfig()
     assert tomllib.loads(text) == {}
+    path.write_text("[retention]\n" + "\n".join(line.removeprefix("# ") for line in table.splitlines()))
+    rule = RetentionRule(labels=["session"], keep_last=3, older_than_secs=7 * 86400, max_bytes=10 << 30)
+    assert load_config(str(path), {}, {}).retention == RetentionPolicy(rules=[rule], every_secs=3600)
+
+
+POLICIES = [
+    "retention = 5",
+    "[retention]",
+    "[retention]\nrules = []",
+    "[[retention.rules]]",
+    "[[retention.rules]]\nkeep_lats = 1",
+    "[[retention.rules]]\nkeep_last = -1",
+    "[[retention.rules]]\nolder_than_secs = nan",
+    "[retention]\nevery_secs = 0\n[[retention.rules]]\nkeep_last = 1",
+]
 
 
 @pytest.mark.parametrize(
-    "text", ["bind = 5", "nonsense = 1", "bind = ", 'bind = "nowhere"', "branch_concurrency = 0", 'tls_cert = "c.pem"']
+    "text",
+    [
+        "bind = 5",
+        "nonsense = 1",
+        "bind = ",
+        'bind = "nowhere"',
+        "branch_concurrency = 0",
+        'tls_cert = "c.pem"',
+        *POLICIES,
+    ],
 )
 def test_nonsense_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "forkd.toml"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkd.specs.errors import BadTag, ChainBroken, NoSpace, SnapshotBroken, SnapshotNotFound, TagTaken
+from forkd.specs.errors import BadTag, ChainBroken, NoSpace, SnapshotBroken, SnapshotNotFound, SnapshotPinned, TagTaken
 from forkd.specs.models import FileRef, Hardware, MemoryRef, ParentRef, Platform, Snapshot
 from forkd.specs.tags import check_tag
 from forkd.store.chain import resolve
@@ -111,6 +111,27 @@ def test_removing_makes_it_gone(store: SnapshotStore) -> None:
     assert store.entries() == []
     with pytest.raises(SnapshotNotFound):
         store.remove("a")
+
+
+def test_pins_and_labels_are_kept_on_the_disk_and_protect(store: SnapshotStore) -> None:
+    put(store, manifest("a"))
+    store.note("a", pinned=True)
+    store.note("a", labels={"team": "red"})
+    again = SnapshotStore(store.root)
+    assert again.load("a").pinned
+    assert again.load("a").manifest.labels == {"team": "red"}
+    assert again.load("a").manifest.content == manifest("a").content
+    with pytest.raises(SnapshotPinned, match="'a' is pinned") as refused:
+        again.remove("a")
+    assert refused.value.hint == "forkd unpin a"
+    store.note("a", pinned=False)
+    store.note("a", pinned=False)
+    assert not store.load("a").pinned
+    store.note("a", pinned=True)
+    store.remove("a", force=True)
+    assert store.entries() == []
+    with pytest.raises(SnapshotNotFound):
+        store.note("a", pinned=True)
 
 
 def test_chains_resolve_root_first_and_name_what_is_wrong(store: SnapshotStore) -> None:
