@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,16 +83,28 @@ async def start_in(
     tty: bool,
     detach: bool,
 ) -> dict[str, Any]:
-    """Start a process and, unless it is to run in the background, join this terminal to it."""
+    """Start a process and, unless it is to run in the background, join this terminal to it.
+
+    One that was started and could not be joined, as Ctrl-C came first, is not left behind.
+    """
+    import trio
+
     from forkd.cli.terminal import join, terminal_size
+    from forkd.sdk.errors import ControllerError
 
     size = terminal_size() if tty else None
-    process = await controller.start_process(
-        sandbox_id, args, stdin=interactive, pty=size, timeout_secs=timeout, **fields
-    )
+    with trio.CancelScope(shield=not detach):
+        process = await controller.start_process(
+            sandbox_id, args, stdin=interactive, pty=size, timeout_secs=timeout, **fields
+        )
     if detach:
         return process
-    return await join(controller, sandbox_id, process["pid"], tty=tty, stdin=interactive, hangup=True)
+    try:
+        return await join(controller, sandbox_id, process["pid"], tty=tty, stdin=interactive, hangup=True)
+    except BaseException:
+        with trio.CancelScope(shield=True), suppress(ControllerError):  # it may have ended meanwhile
+            await controller.signal_process(sandbox_id, process["pid"], "HUP")
+        raise
 
 
 async def run_in(

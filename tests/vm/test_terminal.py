@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pexpect
 import pytest
+import trio
 
+from forkd.cli.exec import start_in
+from forkd.sdk.async_controller import AsyncController
 from tests.conftest import Daemon, run_forkd
 
 pytestmark = pytest.mark.vm
@@ -23,6 +27,13 @@ FULL_SCREEN = (
     "        s.clear(); s.addstr(0, 0, 'SIZE %dx%d' % s.getmaxyx()); s.addstr(3, 5, 'BODY'); s.refresh()\n"
     "        if s.getch() == ord('q'): return\n"
     "curses.wrapper(main)\n"
+)
+# sigwait, since a signal that comes in the instant before Python sleeps does not wake it.
+WAITS_FOR_SIGINT = (
+    "import signal\n"
+    "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
+    "print('up', flush=True)\n"
+    "exit(6 if signal.sigwait({signal.SIGINT}) else 0)\n"
 )
 
 
@@ -89,10 +100,30 @@ def test_exec_with_a_terminal_or_a_pipe_ends_with_the_commands_code(data_dir: Pa
     shell.expect(pexpect.EOF)
     shell.close()
     assert shell.exitstatus == 5
-    script = "import time\ntry:\n print('up', flush=True)\n time.sleep(1000)\nexcept KeyboardInterrupt:\n exit(6)"
-    piped = spawn(data_dir, "exec", "--tag", PARENT, "-i", "--", "python3", "-c", script)
+    piped = spawn(data_dir, "exec", "--tag", PARENT, "-i", "--", "python3", "-c", WAITS_FOR_SIGINT)
     piped.expect("up")
     piped.kill(signal.SIGINT)
     piped.expect(pexpect.EOF)
     piped.close()
     assert piped.exitstatus == 6
+
+
+async def test_a_command_nobody_could_be_joined_to_any_more_is_hung_up(
+    controller: AsyncController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = (await controller.spawn_sandboxes(PARENT, 1))[0]["id"]
+    started = trio.Event()
+
+    async def never(*args: object) -> None:
+        started.set()
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(controller, "attach_process", never)
+    async with trio.open_nursery() as nursery:
+        fields = {"interactive": True, "tty": False, "detach": False}
+        nursery.start_soon(partial(start_in, controller, child, ["sleep", "1000"], None, {}, **fields))
+        await started.wait()
+        nursery.cancel_scope.cancel()  # as Ctrl-C does
+    with trio.fail_after(60):
+        while (await controller.list_processes(child))[0]["running"]:
+            await trio.sleep(0.05)
