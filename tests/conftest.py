@@ -196,6 +196,26 @@ def machines(data_dir: Path) -> Callable[[], list[int]]:
     return find
 
 
+async def large_parent(controller: AsyncController, data_dir: Path) -> str:
+    """A parent with the disk of ``python-numpy`` and RAM enough for a file of 1 GiB: half of it is for files."""
+    tag = f"{PARENT}-3g"
+    manifest = json.loads((data_dir / "snapshots" / PARENT / "snapshot.json").read_text())
+    disk = data_dir / "rootfs" / f"{manifest['rootfs']['digest'].partition(':')[2]}.ext4"
+    rows = {row["tag"]: row for row in await controller.list_snapshots()}
+    if tag in rows and rows[tag]["created_at_unix"] < rows[PARENT]["created_at_unix"]:
+        await controller.delete_snapshot(tag, force=True)  # it has an older agent in its memory
+        del rows[tag]
+    if tag not in rows:
+        await controller.create_snapshot(tag, rootfs=str(disk), mem_size_mib=3072)
+    return tag
+
+
+def resident_mib(pid: int, field: str = "VmRSS") -> float:
+    """Memory of a process, or with VmHWM the most it had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
 def result_of(answer: dict[str, Any]) -> Any:
     """The Python value an eval gave."""
     import ast

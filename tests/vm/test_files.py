@@ -6,6 +6,7 @@ import hashlib
 import io
 import tarfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import trio
 
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.errors import ControllerError
+from tests.conftest import Daemon, large_parent, resident_mib
 
 pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
@@ -181,3 +183,23 @@ async def test_a_full_guest_says_so_and_keeps_nothing(controller: AsyncControlle
         await controller.write_file(child, "/tmp/small/x", bytes(3 * MIB))
     assert (caught.value.status, caught.value.code) == (507, "no_space")
     assert await controller.list_files(child, "/tmp/small") == []
+
+
+@pytest.mark.slow
+async def test_a_gibibyte_goes_up_and_comes_down_and_the_daemon_does_not_grow(data_dir: Path, daemon: Daemon) -> None:
+    async with AsyncController(daemon.url, timeout=None) as controller:
+        child = (await controller.spawn_sandboxes(await large_parent(controller, data_dir), 1))[0]["id"]
+        await controller.write_file(child, "/root/big", big(1, hashlib.sha256()))  # what is loaded on first use
+        await controller.read_file(child, "/root/big")
+        pid, sent, got = daemon.process.pid, hashlib.sha256(), hashlib.sha256()
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak is counted from here
+        before = resident_mib(pid)
+        assert (await controller.write_file(child, "/root/big", big(1024, sent)))["size"] == 1024 * MIB
+        async with controller.open_file(child, "/root/big") as data:
+            async for piece in data:
+                got.update(piece)
+        grown = resident_mib(pid, "VmHWM") - before
+        in_guest = (await controller.exec_command(child, ["sha256sum", "/root/big"], 600))["stdout"].split()[0]
+    print(f"the daemon grew by {grown:.1f} MiB at its peak")
+    assert got.hexdigest() == sent.hexdigest() == in_guest
+    assert grown < 20
