@@ -78,6 +78,12 @@ class ProcessHandle:
         """See ``start_time``."""
         return start_time(self.pid)
 
+    def fileno(self) -> int:
+        """The pidfd, readable once the process has ended; it stays ours. Raises ValueError after the end was seen."""
+        if self._pidfd is None:
+            raise ValueError(f"process {self.pid} was waited for")
+        return self._pidfd
+
     def send_signal(self, number: int) -> None:
         """Send a signal; harmless if the process has ended."""
         if self._pidfd is None:

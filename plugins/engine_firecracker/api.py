@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import msgspec
 import trio
 
+from forkd.plugins.engine_firecracker.sockets import turn
 from forkd.specs.errors import EngineError, MachineGone
 
 MAX_ANSWER = 1 << 20
@@ -46,23 +47,28 @@ class Api:
         await self._stream.aclose()
 
     async def _request(self, method: str, path: str, body: dict[str, Any], timeout: float) -> None:
-        payload = json.dumps(body, separators=(",", ":")).encode()
+        payload = msgspec.json.encode(body)
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-        async with self._lock:
-            whole = False
-            try:
-                with trio.move_on_after(timeout):
-                    await self._send(head.encode() + payload)
-                    status, answer = await self._answer()
-                    whole = True
-            finally:
-                if not whole:
-                    await trio.aclose_forcefully(self._stream)
-        if not whole:
+        async with turn(self._lock):
+            answer = await self._exchange(head.encode() + payload, timeout)
+        if answer is None:
             raise EngineError(f"Firecracker did not answer {method} {path} within {timeout:g} s")
+        status, text = answer
         if not 200 <= status < 300:
-            raise ApiRefused(f"Firecracker refused {method} {path}: {_fault(answer)}", http=status)
+            raise ApiRefused(f"Firecracker refused {method} {path}: {_fault(text)}", http=status)
+
+    async def _exchange(self, request: bytes, timeout: float) -> tuple[int, bytes] | None:
+        """Send and take the answer; None, and the connection is closed, if it does not come in time."""
+        answer = None
+        try:
+            with trio.move_on_after(timeout):
+                await self._send(request)
+                answer = await self._answer()
+        finally:
+            if answer is None:
+                await trio.aclose_forcefully(self._stream)
+        return answer
 
     async def _send(self, data: bytes) -> None:
         try:
@@ -106,6 +112,6 @@ class Api:
 
 def _fault(body: bytes) -> str:
     try:
-        return str(json.loads(body)["fault_message"])[:2000]
+        return str(msgspec.json.decode(body)["fault_message"])[:2000]
     except (ValueError, KeyError, TypeError):
         return body[:200].decode(errors="replace") or "no reason given"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform as host_platform
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,15 +16,7 @@ from forkd.linux.inotify import FileWaiter
 from forkd.linux.process import ProcessHandle
 from forkd.plugins.engine_firecracker import host
 from forkd.plugins.engine_firecracker.api import Api
-from forkd.plugins.engine_firecracker.machine import (
-    API_SOCKET,
-    AgentStream,
-    FirecrackerMachine,
-    Launch,
-    dial_guest,
-    listen,
-    reach,
-)
+from forkd.plugins.engine_firecracker.machine import API_SOCKET, FirecrackerMachine, Launch
 from forkd.plugins.engine_firecracker.requests import (
     AGENT_PORT,
     INITRD_LINK,
@@ -35,6 +28,7 @@ from forkd.plugins.engine_firecracker.requests import (
     boot_requests,
     restore_request,
 )
+from forkd.plugins.engine_firecracker.sockets import AgentStream, dial_guest, listen, reach
 from forkd.specs.engine import GHOST, BootSpec, EngineContext, EngineInfo, RestoreSpec, Slot
 from forkd.specs.errors import BadInput, MachineGone, SnapshotIncompatible
 from forkd.specs.host import Host
@@ -54,6 +48,7 @@ class FirecrackerEngine:
         self._jail = _jail(context.settings.get("jail", ""))
         self._info: EngineInfo | None = None
         self._binary = ""
+        self._setpriv = "setpriv"
         self._waiter = FileWaiter()
 
     @staticmethod
@@ -65,6 +60,7 @@ class FirecrackerEngine:
         """Version and CPU; remembered."""
         if self._info is None:
             self._binary, version = await trio.to_thread.run_sync(host.find, self._probe)
+            self._setpriv = shutil.which("setpriv") or "setpriv"  # looked up once, not at every start
             model = re.search(r"^model name\s*:\s*(.*)$", self._probe.read("/proc/cpuinfo") or "", re.MULTILINE)
             made = Platform(
                 engine=self.name,
@@ -161,11 +157,11 @@ class FirecrackerEngine:
         death = ["--pdeathsig", "KILL"] if slot.die_with_owner else []
         if self._jail is None:
             space = [] if slot.netns is None else ["nsenter", f"--net={slot.netns}", "--"]
-            return [*space, "setpriv", "--no-new-privs", *death, "--", self._binary, "--api-sock", API_SOCKET]
+            return [*space, self._setpriv, "--no-new-privs", *death, "--", self._binary, "--api-sock", API_SOCKET]
         who, space = str(self._jail), [] if slot.netns is None else ["--netns", slot.netns]
         jail = ["--id", slot.id, "--exec-file", self._binary, "--uid", who, "--gid", who, *space]
         base = ["--chroot-base-dir", str(slot.directory / "jail"), "--", "--api-sock", API_SOCKET]
-        return ["setpriv", *death, "--", host.JAILER, *jail, *base] if death else [host.JAILER, *jail, *base]
+        return [self._setpriv, *death, "--", host.JAILER, *jail, *base] if death else [host.JAILER, *jail, *base]
 
 
 def _place(root: Path, files: Mapping[str, Path], *, jailed: bool) -> None:
@@ -178,7 +174,7 @@ def _place(root: Path, files: Mapping[str, Path], *, jailed: bool) -> None:
             os.link(path, root / name)
             os.chmod(path, os.stat(path).st_mode | 0o444)
         else:
-            os.symlink(path, root / name)
+            os.symlink(path, os.path.join(root, name))
 
 
 def _jail(setting: str) -> int | None:

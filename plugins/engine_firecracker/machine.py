@@ -7,6 +7,8 @@ import shlex
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import trio
@@ -16,6 +18,7 @@ from forkd.linux.mapping import find_ram
 from forkd.linux.process import ProcessHandle
 from forkd.plugins.engine_firecracker.api import Api, ApiClosed, ApiRefused
 from forkd.plugins.engine_firecracker.requests import AGENT_PORT, VSOCK, Request, save_request, state_request
+from forkd.plugins.engine_firecracker.sockets import AgentStream, listen, reach
 from forkd.specs.engine import RamRegion, Slot
 from forkd.specs.errors import Conflict, EngineError, LaunchFailed, MachineGone
 
@@ -24,54 +27,9 @@ LOG = "vmm.log"
 CONSOLE = "console.log"
 TAIL = 2000
 SAVE_TIMEOUT = 60.0
-DIAL_TIMEOUT = 5.0
-MAX_GREETING = 64
 LAST_BREATH = 2.0
 MAGIC = 0x0710_1984_8664_0000.to_bytes(8, "little")
 """How device state of an x86_64 Firecracker begins."""
-
-
-class AgentStream(trio.abc.Stream):
-    """The agent channel: the guest connects by itself, so whoever first uses the stream waits for it to come."""
-
-    def __init__(self, listener: socket.socket, stream: trio.SocketStream | None = None) -> None:
-        self._listener = trio.socket.from_stdlib_socket(listener)
-        self._stream = stream
-        self._lock = trio.Lock()
-        self._closed = False
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send, once the guest is there."""
-        await (await self._connected()).send_all(data)
-
-    async def wait_send_all_might_not_block(self) -> None:
-        """Wait for the guest, and for room."""
-        await (await self._connected()).wait_send_all_might_not_block()
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        """Receive, once the guest is there."""
-        return await (await self._connected()).receive_some(max_bytes)
-
-    async def aclose(self) -> None:
-        """Close it; who waits for the guest gets ClosedResourceError."""
-        self._closed = True
-        self._listener.close()
-        if self._stream is not None:
-            await self._stream.aclose()
-        await trio.lowlevel.checkpoint()
-
-    async def _connected(self) -> trio.SocketStream:
-        async with self._lock:
-            if self._closed:
-                raise trio.ClosedResourceError
-            if self._stream is None:
-                try:
-                    accepted, _ = await self._listener.accept()
-                except OSError as error:
-                    raise trio.BrokenResourceError(str(error)) from error
-                self._stream = trio.SocketStream(accepted)
-                self._listener.close()  # one link a machine: a guest that connects again reaches nobody
-            return self._stream
 
 
 class FirecrackerMachine:
@@ -186,10 +144,9 @@ class Launch:
         """Run Firecracker in its slot; a booting guest's console is kept, a restored one's is not (it has no bound)."""
         self.command = command
         try:
-            with (
-                open(self.root / LOG, "wb") as log,
-                open(self.root / CONSOLE if keep_console else os.devnull, "wb") as out,
-            ):
+            with ExitStack() as files:
+                log = files.enter_context(_new_file(self.root / LOG))
+                out = files.enter_context(_new_file(self.root / CONSOLE)) if keep_console else subprocess.DEVNULL
                 child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -206,14 +163,9 @@ class Launch:
     async def connect(self) -> Api:
         """Reach the API as soon as its socket is there. Raises LaunchFailed if the process ends before."""
         assert self._process is not None
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._until_dead, nursery.cancel_scope)
-            await self._waiter.wait(self.root / API_SOCKET)
-            stream = await reach(self.root, API_SOCKET)
-            self._api = Api(stream)
-            nursery.cancel_scope.cancel()
-        if self._api is None:
+        if not await self._waiter.wait(self.root, API_SOCKET, self._process.fileno()):
             raise self.failure("it ended before its API was there")
+        self._api = Api(await reach(self.root, API_SOCKET))
         return self._api
 
     async def configure(self, requests: list[Request]) -> None:
@@ -252,11 +204,6 @@ class Launch:
             f"Firecracker {how} at launch ({why}){last_words(self.root)}\ncommand: {shlex.join(self.command)}"
         )
 
-    async def _until_dead(self, cancel: trio.CancelScope) -> None:
-        assert self._process is not None
-        await self._process.wait()
-        cancel.cancel()
-
 
 async def send(api: Api, request: Request, timeout: float) -> None:
     """Send one request of the table."""
@@ -284,69 +231,18 @@ def describe_exit(status: int | None) -> str:
     return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
 
 
+@contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def _is_state(path: Path) -> bool:
     try:
         with open(path, "rb") as source:
             return source.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
-
-
-def listen(directory: Path, name: str, uid: int | None) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.setblocking(False)
-    folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # Through /proc the address stays short however deep the slot is.
-        (directory / name).unlink(missing_ok=True)
-        listener.bind(f"/proc/self/fd/{folder}/{name}")
-        listener.listen(1)
-        if uid is not None:
-            os.chown(directory / name, uid, uid)
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.close(folder)
-    return listener
-
-
-async def dial_guest(root: Path) -> trio.SocketStream | None:
-    """Connect to a guest that has lost its host and waits on its own port; None if it does not (it will knock)."""
-    try:
-        stream = await reach(root, VSOCK)
-    except ConnectionRefusedError:
-        return None
-    with trio.move_on_after(DIAL_TIMEOUT):
-        try:
-            await stream.send_all(f"CONNECT {AGENT_PORT}\n".encode())
-            answer = b""
-            while not answer.endswith(b"\n") and len(answer) < MAX_GREETING:
-                if not (byte := await stream.receive_some(1)):
-                    break
-                answer += byte
-            if answer.startswith(b"OK "):
-                return stream
-        except trio.BrokenResourceError:
-            pass
-    await trio.aclose_forcefully(stream)
-    return None
-
-
-async def reach(directory: Path, name: str) -> trio.SocketStream:
-    """Connect to a socket that is there: bound first, and listening an instant later."""
-    folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        while True:
-            sock = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                await sock.connect(f"/proc/self/fd/{folder}/{name}")
-                return trio.SocketStream(sock)
-            except ConnectionRefusedError:
-                sock.close()
-                await trio.sleep(0.0005)
-            except BaseException:
-                sock.close()
-                raise
-    finally:
-        os.close(folder)
