@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 import trio
 
-from forkd.plugins.engine_firecracker.sockets import turn
+from forkd.plugins.engine_firecracker.sockets import take
 from forkd.specs.errors import EngineError, MachineGone
 
 MAX_ANSWER = 1 << 20
 TIMEOUT = 30.0
+STATUS = re.compile(rb"HTTP/1\.\d (\d{3})(?!\d)")
+LENGTH = re.compile(rb"\r\ncontent-length[ \t]*:[ \t]*([^\r]*)", re.IGNORECASE)
 
 
 class ApiClosed(MachineGone):
@@ -50,8 +53,11 @@ class Api:
         payload = msgspec.json.encode(body)
         head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-        async with turn(self._lock):
+        await take(self._lock)
+        try:
             answer = await self._exchange(head.encode() + payload, timeout)
+        finally:
+            self._lock.release()
         if answer is None:
             raise EngineError(f"Firecracker did not answer {method} {path} within {timeout:g} s")
         status, text = answer
@@ -81,22 +87,20 @@ class Api:
         while True:
             while (end := self._buffer.find(b"\r\n\r\n")) < 0:
                 await self._more()
-            lines = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
+            head = bytes(self._buffer[:end])
             del self._buffer[: end + 4]
-            words = lines[0].split(" ", 2)
-            if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-                raise EngineError(f"Firecracker answered {lines[0][:80]!r}, which is not HTTP")
-            fields = (line.partition(":") for line in lines[1:])
-            headers = {name.strip().lower(): value.strip() for name, _, value in fields}
-            size = headers.get("content-length", "0")
+            if (status := STATUS.match(head)) is None:
+                raise EngineError(f"Firecracker answered {head[:80]!r}, which is not HTTP")
+            length = LENGTH.search(head)
+            size = length[1].decode("latin-1") if length else "0"
             if not size.isdigit() or int(size) > MAX_ANSWER:
                 raise EngineError(f"Firecracker announced an answer of {size[:40]!r} bytes")
             while len(self._buffer) < int(size):
                 await self._more()
             body = bytes(self._buffer[: int(size)])
             del self._buffer[: int(size)]
-            if int(words[1]) >= 200:
-                return int(words[1]), body
+            if int(status[1]) >= 200:
+                return int(status[1]), body
 
     async def _more(self) -> None:
         if len(self._buffer) > MAX_ANSWER:

@@ -7,9 +7,8 @@ import shlex
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 import trio
 
@@ -144,9 +143,7 @@ class Launch:
         """Run Firecracker in its slot; a booting guest's console is kept, a restored one's is not (it has no bound)."""
         self.command = command
         try:
-            with ExitStack() as files:
-                log = files.enter_context(_new_file(self.root / LOG))
-                out = files.enter_context(_new_file(self.root / CONSOLE)) if keep_console else subprocess.DEVNULL
+            with _new_file(self.root, LOG) as log, _new_file(self.root, CONSOLE if keep_console else os.devnull) as out:
                 child = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -231,13 +228,8 @@ def describe_exit(status: int | None) -> str:
     return f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
+def _new_file(directory: Path, name: str) -> IO[bytes]:
+    return open(os.path.join(directory, name), "wb", buffering=0)
 
 
 def _is_state(path: Path) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
@@ -14,13 +14,14 @@ from forkd.plugins.engine_firecracker.requests import AGENT_PORT, VSOCK
 
 DIAL_TIMEOUT = 5.0
 MAX_GREETING = 64
+MAX_ADDRESS = 100
 
 
 class UnixStream(trio.abc.Stream):
-    """A connection for questions and answers: what fits into the socket is sent without a turn of the scheduler,
-    and an answer is waited for before it is read.
+    """A connection that takes few turns of the scheduler: what fits into the socket is sent at once, and what is to be
+    read is waited for before it is read. At a hundred starts at once such turns are most of what a start costs us.
 
-    At a hundred starts at once those turns are most of what a start costs us.
+    One task may send and one receive at a time.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -69,7 +70,7 @@ class UnixStream(trio.abc.Stream):
 class AgentStream(trio.abc.Stream):
     """The agent channel: the guest connects by itself, so whoever first uses the stream waits for it to come."""
 
-    def __init__(self, listener: socket.socket, stream: trio.SocketStream | None = None) -> None:
+    def __init__(self, listener: socket.socket, stream: UnixStream | None = None) -> None:
         self._listener = listener
         self._stream = stream
         self._lock = trio.Lock()
@@ -97,8 +98,9 @@ class AgentStream(trio.abc.Stream):
             await self._stream.aclose()
         await trio.lowlevel.checkpoint()
 
-    async def _connected(self) -> trio.SocketStream:
-        async with turn(self._lock):
+    async def _connected(self) -> UnixStream:
+        await take(self._lock)
+        try:
             while self._stream is None:
                 if self._closed:
                     raise trio.ClosedResourceError
@@ -109,30 +111,31 @@ class AgentStream(trio.abc.Stream):
                     continue  # it went away again
                 except OSError as error:
                     raise trio.BrokenResourceError(str(error)) from error
-                self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(accepted))
+                accepted.setblocking(False)
+                self._stream = UnixStream(accepted)
                 self._listener.close()  # one link a machine: a guest that connects again reaches nobody
             return self._stream
+        finally:
+            self._lock.release()
 
 
-@asynccontextmanager
-async def turn(lock: trio.Lock) -> AsyncIterator[None]:
-    """Hold a lock; taking one that is free costs no turn of the scheduler."""
+async def take(lock: trio.Lock) -> None:
+    """Acquire a lock; one that is free costs no turn of the scheduler."""
     try:
         lock.acquire_nowait()
     except trio.WouldBlock:
         await lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
-@contextmanager
-def short_path(directory: Path, name: str) -> Iterator[str]:
-    """Through /proc a socket's address stays short however deep the slot is."""
+def at_address(directory: Path, name: str, act: Callable[[str], None]) -> None:
+    """Bind or connect by a path that fits into an address: through /proc it stays short however deep the slot is."""
+    path = os.path.join(directory, name)
+    if len(path) < MAX_ADDRESS:
+        act(path)
+        return
     folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{folder}/{name}"
+        act(f"/proc/self/fd/{folder}/{name}")
     finally:
         os.close(folder)
 
@@ -141,25 +144,26 @@ def listen(directory: Path, name: str, uid: int | None) -> socket.socket:
     """Listen in ``directory`` under ``name``, for the user ``uid`` if that is another."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        with short_path(directory, name) as path:
-            try:
-                listener.bind(path)
-            except FileExistsError:  # an earlier owner's
-                os.unlink(path)
-                listener.bind(path)
-            listener.listen(1)
-            if uid is not None:
-                os.chown(path, uid, uid)
+        try:
+            at_address(directory, name, listener.bind)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            os.unlink(directory / name)  # an earlier owner's
+            at_address(directory, name, listener.bind)
+        listener.listen(1)
+        if uid is not None:
+            os.chown(directory / name, uid, uid)
     except OSError:
         listener.close()
         raise
     return listener
 
 
-async def dial_guest(root: Path) -> trio.SocketStream | None:
+async def dial_guest(root: Path) -> UnixStream | None:
     """Connect to a guest that has lost its host and waits on its own port; None if it does not (it will knock)."""
     try:
-        stream = trio.SocketStream(trio.socket.from_stdlib_socket(_connect(root, VSOCK)))
+        stream = UnixStream(_connect(root, VSOCK))
     except ConnectionRefusedError:
         return None
     with trio.move_on_after(DIAL_TIMEOUT):
@@ -190,8 +194,7 @@ async def reach(directory: Path, name: str) -> UnixStream:
 def _connect(directory: Path, name: str) -> socket.socket:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        with short_path(directory, name) as path:
-            client.connect(path)
+        at_address(directory, name, client.connect)
         return client
     except BaseException:
         client.close()
