@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow setup deps lint unit vm binary test-binary docs bench bench-binary bench-branch clean
+.PHONY: demo test test-slow fuzz setup deps lint unit vm binary test-binary docs bench bench-binary bench-branch clean
 
 demo: setup
 	$(BIN)/forkd quickstart -n 10
@@ -37,6 +37,9 @@ vm: setup
 
 test-slow: setup  ## minutes each: soaks, thousands of clones
 	$(BIN)/python -m pytest -q -m slow
+
+fuzz: setup  ## ten minutes of damaged agent streams; the suite has 30 seconds of them
+	FORKD_FUZZ_SECONDS=600 $(BIN)/python -m pytest -q tests/unit/test_fuzz_frames.py
 
 binary: dist/forkd  ## one file that does everything, with its checksums and bill of materials
 
