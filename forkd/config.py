@@ -41,6 +41,8 @@ class Settings:
     disabled_plugins: tuple[str, ...] = ()
     jail: str = ""
     """The number of the user Firecracker runs as, in a jail of its own; none if empty."""
+    vmm_users: str = "auto"
+    """Whether each QEMU runs as a user of its own: auto (where forkd is root and may), off, or a range FIRST-LAST."""
     dns: str | None = None
     """The nameserver guests' questions are passed to; the host's own if None."""
 
@@ -115,6 +117,7 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: object)
         "hub_token": "FORKD_HUB_TOKEN",
         "trust": "FORKD_HUB_TRUST",
         "jail": "FORKD_JAIL",
+        "vmm_users": "FORKD_VMM_USERS",
     }
     for key, name in words.items():
         if value := env.get(name):

@@ -92,7 +92,8 @@ class Runtime:
             if factory is None:
                 known = ", ".join(sorted(self.plugins.engines))
                 raise BadInput(f"there is no engine {wanted!r}", hint=f"there are: {known}")
-            context = EngineContext(self.settings.cache_dir, {"accel": self.settings.accel, "jail": self.settings.jail})
+            chosen = {key: getattr(self.settings, key) for key in ("accel", "jail", "vmm_users")}
+            context = EngineContext(self.settings.cache_dir, chosen)
             self.engines[wanted] = factory(context)
         return self.engines[wanted]
 

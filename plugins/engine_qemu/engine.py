@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import platform as host_platform
+from pathlib import Path
 
 import trio
 
+from forkd.linux.hostprobe import HostProbe
 from forkd.linux.process import ProcessHandle
 from forkd.plugins.engine_qemu import command, host
 from forkd.plugins.engine_qemu.command import Fds
 from forkd.plugins.engine_qemu.machine import AGENT_SOCKET, CONSOLE, QMP_SOCKET, Launch, QemuMachine, connect
 from forkd.plugins.engine_qemu.qmp import Qmp
 from forkd.plugins.engine_qemu.template import QemuTemplate
+from forkd.plugins.engine_qemu.user import as_user, choose_users, give_slot, let_read, user_of
 from forkd.specs.engine import (
     GHOST,
     IDLE_NIC,
@@ -39,6 +42,7 @@ class QemuEngine:
     def __init__(self, context: EngineContext) -> None:
         self._cache_dir = context.cache_dir
         self._accel = context.settings.get("accel", "auto")
+        self._users = choose_users(context.settings.get("vmm_users", "auto"), HostProbe())
         self._info: EngineInfo | None = None
         self._qemu: list[str] = []
 
@@ -92,7 +96,8 @@ class QemuEngine:
         try:
             fds = Fds(*launch.prepare())
             console = slot.directory / CONSOLE
-            launch.start(command.boot_command(self._qemu, accel, tsc, spec, slot, fds, console))
+            qemu = self._for(slot, spec.rootfs)
+            launch.start(command.boot_command(qemu, accel, tsc, spec, slot, fds, console))
             return await launch.handshake(BOOT_RAM, spec.hardware.mem_mib << 20)
         except BaseException:
             await launch.undo()
@@ -105,7 +110,8 @@ class QemuEngine:
         vmstate = os.open(spec.vmstate, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fds = Fds(*launch.prepare())
-            line = command.restore_command(self._qemu, info.platform.accelerator, spec, slot, fds, vmstate)
+            qemu = self._for(slot, spec.rootfs)
+            line = command.restore_command(qemu, info.platform.accelerator, spec, slot, fds, vmstate)
             launch.start(line, (vmstate,))
             machine = await launch.handshake(spec.memory.path, spec.memory.size)
             await launch.running(machine)
@@ -115,6 +121,19 @@ class QemuEngine:
             raise
         finally:
             os.close(vmstate)
+
+    def _for(self, slot: Slot, rootfs: Path | None) -> list[str]:
+        """QEMU for this slot: as a user of its own, where it may be one.
+
+        Not where it must end with its owner: the kernel takes a process's death signal when that changes its user.
+        """
+        if self._users is None or self._info is None or slot.die_with_owner:
+            return self._qemu
+        user = user_of(self._users, slot.id)
+        give_slot(slot.directory, user)
+        if rootfs is not None:
+            let_read(rootfs)  # a clone opens its disk anew, as the user it is
+        return as_user(self._qemu, user, self._info.platform.engine_version)
 
     async def freeze(self, machine: Machine, slot: Slot, *, resume: bool) -> QemuTemplate:
         """A template of a machine."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from forkd.linux.hostprobe import HostProbe, kvm_truth
 from forkd.linux.tsc import measure_tsc_khz
 from forkd.plugins.engine_qemu.command import SANDBOX
+from forkd.plugins.engine_qemu.user import USERS, why_not
 from forkd.specs.errors import BadInput, ToolMissing
 from forkd.specs.hookspecs import Check
 from forkd.specs.host import Host
@@ -95,6 +96,7 @@ def read_version(binary: str, out: str) -> str:
 
 def doctor_checks(host: Host) -> Iterable[Check]:
     """Rows for ``forkd doctor``."""
+    yield _user_check(host)
     path = host.which(BINARY)
     if path is None:
         yield Check("qemu", "FAIL", f"{BINARY} is not on PATH", "apt-get install qemu-system-x86")
@@ -103,3 +105,12 @@ def doctor_checks(host: Host) -> Iterable[Check]:
         yield Check("qemu", "PASS", f"{path} {read_version(path, host.output([BINARY, '--version']) or '')}")
     except ToolMissing as error:
         yield Check("qemu", "FAIL", error.message, error.hint or "reinstall it: apt-get install qemu-system-x86")
+
+
+def _user_check(host: Host) -> Check:
+    why = why_not(USERS, host)
+    if why is None:
+        return Check("vmm user", "PASS", "each QEMU of a root daemon runs as a user of its own")
+    if host.euid != 0:
+        return Check("vmm user", "SKIP", f"QEMU runs as the user forkd runs as: {why}")
+    return Check("vmm user", "WARN", f"QEMU runs as root: {why}", "give forkd the capabilities, or set FORKD_VMM_USERS")

@@ -18,6 +18,7 @@ from forkd.linux.mapping import find_ram
 from forkd.linux.process import ProcessHandle
 from forkd.plugins.engine_qemu.command import CONSOLE_BYTES
 from forkd.plugins.engine_qemu.qmp import Qmp, QmpClosed
+from forkd.plugins.engine_qemu.user import handed_file, owner_of, read_all
 from forkd.specs.engine import RamRegion, Slot
 from forkd.specs.errors import Conflict, EngineError, LaunchFailed, MachineGone
 
@@ -25,6 +26,8 @@ QMP_SOCKET = "qmp.sock"
 AGENT_SOCKET = "agent.sock"
 LOG = "vmm.log"
 CONSOLE = "console.log"
+STATE = "devices"
+MAX_STATE = 64 << 20
 TAIL = 2000
 NOTICE = "info: QEMU waiting for connection"
 
@@ -83,7 +86,13 @@ class QemuMachine:
 
     async def save_devices(self, target: Path) -> None:
         """Device state alone; the command is not Xen's only, whatever its name says (see decisions/0001)."""
-        await self._command("xen-save-devices-state", filename=str(target), live=False)
+        user = owner_of(self.directory)
+        if user is None:
+            await self._command("xen-save-devices-state", filename=str(target), live=False)
+            return
+        with handed_file(self.directory, STATE, user) as file:
+            await self._command("xen-save-devices-state", filename=STATE, live=False)
+            target.write_bytes(read_all(file, MAX_STATE))
 
     @property
     def log(self) -> Path:

@@ -20,6 +20,7 @@ from forkd.linux.process import ProcessHandle
 from forkd.linux.ptrace import TraceError
 from forkd.plugins.engine_qemu.machine import AGENT_SOCKET, LOG, QMP_SOCKET, QemuMachine, listen_and_connect
 from forkd.plugins.engine_qemu.qmp import Qmp
+from forkd.plugins.engine_qemu.user import give_slot, owner_of
 from forkd.specs.engine import Slot
 from forkd.specs.errors import LaunchFailed, TemplateRefused
 
@@ -39,6 +40,7 @@ class QemuTemplate:
         self._roles = roles
         self._ram = machine.image
         self._ram_size = machine.ram_size
+        self._user = owner_of(machine.directory)
         self.pause_ms = pause_ms
         self._one_at_a_time = trio.CapacityLimiter(1)  # the tracer is one thread: let tasks wait, not threads
 
@@ -94,6 +96,8 @@ class QemuTemplate:
         """A running machine in ``slot``. Raises LaunchFailed; then, as on cancellation, nothing is left."""
         if slot.netns or slot.tap:
             raise LaunchFailed("a clone cannot have a network of its own: restore it")
+        if self._user is not None:
+            give_slot(slot.directory, self._user)
         with ExitStack() as theirs, ExitStack() as ours:
             ends = {name: _Ends(slot.directory, name, theirs, ours) for name in (QMP_SOCKET, AGENT_SOCKET)}
             log = theirs.enter_context((slot.directory / LOG).open("wb"))

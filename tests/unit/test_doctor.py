@@ -45,6 +45,9 @@ def prepared(root: Path) -> HostProbe:
         "/proc/cpuinfo": "flags\t\t: fpu vmx sse",
         "/proc/self/mountinfo": V2,
         "/proc/self/cgroup": "0::/system.slice/forkd.service\n",
+        "/proc/self/status": "Name:\tforkd\nCapEff:\t000001ffffffffff\n",
+        "/proc/self/uid_map": "         0          0 4294967295\n",
+        "/proc/self/gid_map": "         0          0 4294967295\n",
         "/sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory hugetlb pids",
         "/proc/sys/net/ipv4/ip_forward": "1\n",
         "/proc/sys/vm/overcommit_memory": "0\n",
@@ -83,7 +86,7 @@ def test_a_bare_machine_is_told_what_to_install_and_only_what_stops_it_fails(tmp
     assert "apt-get install qemu-system-x86" in (found["qemu"].hint or "")
     assert found["kvm"].status == "WARN" and "No such file" in found["kvm"].detail
     assert found["kernel image"].status == "WARN" and "forkd setup" in (found["kernel image"].hint or "")
-    assert found["per-child netns"].status == "SKIP"
+    assert found["per-child netns"].status == found["vmm user"].status == "SKIP"
     assert found["cgroup"].status == "WARN"
 
 
@@ -98,6 +101,7 @@ def test_a_broken_machine_has_each_fault_named(tmp_path: Path) -> None:
         "/proc/sys/vm/overcommit_memory": "2",
         "/proc/sys/kernel/yama/ptrace_scope": "3",
         "/proc/meminfo": "HugePages_Total: 8\nHugePages_Free: 0\n",
+        "/proc/self/uid_map": "         0     100000      65536\n",
     }
     tree(tmp_path, changes, {"qemu-system-x86_64": "QEMU emulator version 5.2.0"})
     (tmp_path / "dev/net/tun").unlink()
@@ -109,7 +113,8 @@ def test_a_broken_machine_has_each_fault_named(tmp_path: Path) -> None:
     assert "ip_forward=1" in (found["ip_forward"].hint or "")
     assert "ptrace_scope=1" in (found["ptrace"].hint or "")
     assert "all 8 are in use" in found["hugepages"].detail
-    warned = {"tap device", "per-child netns", "overcommit", "reflink", "uffd_wp", "memfd_create"}
+    assert "runs as root: this user namespace" in found["vmm user"].detail
+    warned = {"vmm user", "tap device", "per-child netns", "overcommit", "reflink", "uffd_wp", "memfd_create"}
     assert {found[name].status for name in warned} == {"WARN"}
     for row in found.values():
         assert row.hint or row.status not in ("FAIL", "WARN"), row
