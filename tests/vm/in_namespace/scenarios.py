@@ -20,6 +20,7 @@ import pytest
 import trio
 
 from forkd.linux import netns
+from forkd.linux.ptrace import status_field
 from forkd.network_dns import CLASS_IN, TYPE_A, parse_question
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.errors import ControllerError
@@ -173,6 +174,18 @@ async def test_nat_reaches_the_world_but_neither_the_host_nor_siblings_nor_metad
     assert set(await value(controller, one, f"many{blocked}")) <= BLOCKED
     await controller.kill_sandbox(one["id"])
     await controller.kill_sandbox(two["id"])
+    assert leftovers() == []
+
+
+async def test_a_daemons_machine_has_its_network_although_it_is_no_longer_root(
+    controller: AsyncController, parent: str, daemon: Any
+) -> None:
+    async with AsyncController(daemon.url, timeout=120) as served:
+        (one,) = await served.spawn_sandboxes(parent, 1, network="allowlist", allow=["198.51.100.10"])
+        assert status_field(one["pid"], "Uid").split()[0] != "0" and status_field(one["pid"], "CapEff").strip("0") == ""
+        assert (await value(served, one, "reach('198.51.100.10')")).startswith("198.51.100.10 saw 198.51.100.1")
+        assert await value(served, one, "reach('198.51.100.20')") in BLOCKED
+        await served.kill_sandbox(one["id"])
     assert leftovers() == []
 
 
