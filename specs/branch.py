@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from forkd.specs.engine import Machine, RamRegion
@@ -34,9 +33,8 @@ class Pause:
 class CaptureSink(Protocol):
     """Where a capture goes: files in a staging directory that becomes visible only if everything succeeded."""
 
-    @property
-    def vmstate(self) -> Path:
-        """The new file for device state."""
+    async def write_devices(self, state: bytes) -> None:
+        """Write the machine's device state; best done when the guest runs again. Raises NoSpace."""
 
     async def write_image(self, memory: MemoryView) -> None:
         """Write all of RAM; zero pages become holes. Raises NoSpace, CaptureFailed."""

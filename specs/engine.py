@@ -113,8 +113,11 @@ class Machine(Protocol):
     async def resume(self) -> None:
         """Let the guest run; harmless if it does. Raises MachineGone or EngineError."""
 
-    async def save_devices(self, target: Path) -> None:
-        """Write the paused machine's CPU and device state, without RAM, to the new file ``target``."""
+    async def save_devices(self) -> bytes:
+        """The paused machine's CPU and device state, without RAM. Touches no disk the guest would have to wait for.
+
+        Raises MachineGone or EngineError, also when it is larger than any device state.
+        """
 
     def ram(self) -> list[RamRegion]:
         """Where guest RAM is mapped in the process, ascending by offset. Raises MachineGone."""

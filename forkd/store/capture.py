@@ -46,6 +46,15 @@ class StageSink:
         """The device state file."""
         return self._directory / VMSTATE
 
+    async def write_devices(self, state: bytes) -> None:
+        """Device state, as it is."""
+
+        def work() -> None:
+            with files.disk_full_as_no_space(self._directory), open(self.vmstate, "xb") as out:
+                out.write(state)
+
+        await trio.to_thread.run_sync(work)
+
     def vmstate_ref(self) -> FileRef:
         """Size and digest of the device state as written."""
         return FileRef(digest=digests.sha256_file(self.vmstate), size=self.vmstate.stat().st_size)

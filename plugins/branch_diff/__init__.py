@@ -32,7 +32,7 @@ class DiffMode:
             step("pause")
             await machine.pause()
             step("devices")
-            await machine.save_devices(sink.vmstate)
+            devices = await machine.save_devices()
             step("memory")
             await sink.write_delta(MemoryView(machine.pid, tuple(machine.ram())))
         finally:
@@ -40,6 +40,7 @@ class DiffMode:
                 await machine.resume()
         task_status.started(Pause((time.monotonic() - began) * 1000))
         step("resumed")
+        await sink.write_devices(devices)
 
 
 @hookimpl

@@ -42,7 +42,7 @@ class LiveMode:
                 step("pause")
                 await machine.pause()
                 step("devices")
-                await machine.save_devices(sink.vmstate)
+                devices = await machine.save_devices()
                 step("ghost")
                 await _traced(ghost.appear)
             finally:
@@ -50,6 +50,7 @@ class LiveMode:
                     await machine.resume()
             task_status.started(Pause((time.monotonic() - began) * 1000))
             step("memory")
+            await sink.write_devices(devices)
             await sink.write_delta(MemoryView(ghost.pid, regions))
             step("written")
         finally:

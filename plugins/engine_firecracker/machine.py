@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -27,6 +26,8 @@ CONSOLE = "console.log"
 TAIL = 2000
 SAVE_TIMEOUT = 60.0
 LAST_BREATH = 2.0
+STATE = "devices"
+MAX_STATE = 64 << 20
 MAGIC = 0x0710_1984_8664_0000.to_bytes(8, "little")
 """How device state of an x86_64 Firecracker begins."""
 
@@ -62,21 +63,23 @@ class FirecrackerMachine:
         """Let them run."""
         await self._send(state_request(paused=False))
 
-    async def save_devices(self, target: Path) -> None:
+    async def save_devices(self) -> bytes:
         """Device state alone: Firecracker writes it before it opens the memory file, which here it cannot use.
 
         Where a version does it otherwise, all of memory goes to a file that is thrown away (decisions/0003).
         """
-        name = f"{target.name}.part"
-        staged = self._root / name
+        staged = self._root / STATE
         try:
-            await self._send(save_request(name), SAVE_TIMEOUT)
-        except ApiRefused as error:
-            if "memory" not in error.message.lower():
-                raise
-        if not _is_state(staged):
-            await self._save_with_memory(name)
-        shutil.move(staged, target)
+            try:
+                await self._send(save_request(STATE), SAVE_TIMEOUT)
+            except ApiRefused as error:
+                if "memory" not in error.message.lower():
+                    raise
+            if not _is_state(staged):
+                await self._save_with_memory(STATE)
+            return _read_state(staged)
+        finally:
+            staged.unlink(missing_ok=True)
 
     async def _save_with_memory(self, name: str) -> None:
         memory = self._root / "discarded.mem"
@@ -230,6 +233,14 @@ def describe_exit(status: int | None) -> str:
 
 def _new_file(directory: Path, name: str) -> IO[bytes]:
     return open(os.path.join(directory, name), "wb", buffering=0)
+
+
+def _read_state(path: Path) -> bytes:
+    with open(path, "rb") as source:
+        state = source.read(MAX_STATE + 1)
+    if len(state) > MAX_STATE:
+        raise EngineError(f"Firecracker wrote more than {MAX_STATE >> 20} MiB of device state")
+    return state
 
 
 def _is_state(path: Path) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from array import array
 from collections import deque
 from typing import Any
 
@@ -35,20 +37,32 @@ class Qmp:
 
     async def execute(self, command: str, **arguments: Any) -> Any:
         """Run one command and return its answer; raises EngineError with QEMU's own words, or QmpClosed."""
+        return await self.execute_all((command, {key.replace("_", "-"): value for key, value in arguments.items()}))
+
+    async def execute_all(self, *commands: tuple[str, dict[str, Any]], descriptor: int | None = None) -> Any:
+        """Run commands that go in one message, with a descriptor for the one that takes it; the last one's answer.
+
+        All are run, also behind one that fails; raises as ``execute`` does, for the first that failed.
+        """
         async with self._lock:
-            self._next_id += 1
-            ident = self._next_id
-            request: dict[str, Any] = {"execute": command, "id": ident}
-            if arguments:
-                request["arguments"] = {key.replace("_", "-"): value for key, value in arguments.items()}
-            await self._send(json.dumps(request).encode() + b"\n")
-            while True:
+            first = self._next_id + 1
+            self._next_id += len(commands)
+            requests = [
+                {"execute": name, "id": ident, **({"arguments": arguments} if arguments else {})}
+                for ident, (name, arguments) in enumerate(commands, first)
+            ]
+            await self._send("".join(json.dumps(request) + "\n" for request in requests).encode(), descriptor)
+            answers: list[dict[str, Any]] = []
+            while len(answers) < len(commands):
                 message = await self._read()
-                if message.get("id") == ident:
-                    if "error" in message:
-                        raise EngineError(f"QEMU refused {command}: {message['error'].get('desc')}")
-                    return message.get("return")
-                self._note(message)
+                if message.get("id") == first + len(answers):
+                    answers.append(message)
+                else:
+                    self._note(message)
+            for (name, _), answer in zip(commands, answers, strict=True):
+                if "error" in answer:
+                    raise EngineError(f"QEMU refused {name}: {answer['error'].get('desc')}")
+            return answers[-1].get("return")
 
     async def event(self, *names: str) -> str:
         """Return the first event among ``names`` that came, or comes, since it was last asked for."""
@@ -72,8 +86,11 @@ class Qmp:
         if name := message.get("event"):
             self._events.append(name)
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data: bytes, descriptor: int | None = None) -> None:
         try:
+            if descriptor is not None:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))
+                data = data[await self._stream.socket.sendmsg([data], [rights]) :]
             await self._stream.send_all(data)
         except (trio.BrokenResourceError, OSError) as error:
             raise QmpClosed("the VMM closed its control socket") from error

@@ -10,11 +10,10 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from forkd.specs.errors import BadInput, EngineError, HostNotReady
+from forkd.specs.errors import BadInput, HostNotReady
 from forkd.specs.host import Host
 
 USERS = range(0x70000000, 0x78000000)
@@ -91,25 +90,3 @@ def let_read(path: Path) -> None:
     mode = os.stat(path).st_mode
     if mode & 0o444 != 0o444:
         os.chmod(path, stat.S_IMODE(mode) | 0o444)
-
-
-@contextmanager
-def handed_file(directory: Path, name: str, user: int) -> Iterator[int]:
-    """A file in a slot that its user may write to and cannot replace: a descriptor to read what was written."""
-    path = directory / name
-    path.unlink(missing_ok=True)  # of an owner that was killed
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.fchown(file, user, user)
-        yield file
-    finally:
-        os.close(file)
-        path.unlink()
-
-
-def read_all(file: int, limit: int) -> bytes:
-    """What is in a file that somebody may still write to. Raises EngineError if that is more than ``limit`` bytes."""
-    data = os.pread(file, limit + 1, 0)
-    if len(data) > limit:
-        raise EngineError(f"the VMM wrote more than {limit >> 20} MiB of device state")
-    return data

@@ -8,13 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +88,7 @@ async def one_background_snapshot(runtime: Runtime, sandbox: Sandbox) -> dict[st
     try:
         began = time.monotonic()
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        await pass_descriptor(qmp, descriptor)
+        await qmp.execute_all(("getfd", {"fdname": "bench"}), descriptor=descriptor)
         os.close(descriptor)
         await qmp.execute("migrate", uri="fd:bench")
         while (status := (await qmp.execute("query-migrate"))["status"]) not in ("completed", "failed"):
@@ -103,21 +101,6 @@ async def one_background_snapshot(runtime: Runtime, sandbox: Sandbox) -> dict[st
     target.unlink()
     pause = (stamps["RESUME"] - stamps["STOP"]) * 1000
     return {"pause_ms": pause, "total_ms": total, "written_bytes": written, "changed_bytes": 0}
-
-
-async def pass_descriptor(qmp: Any, descriptor: int) -> None:
-    """Hand QEMU a file under the name ``bench``: under its filters it may start no program that writes one."""
-    send = qmp._send
-
-    async def with_descriptor(data: bytes) -> None:
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))
-        assert await qmp._stream.socket.sendmsg([data], [rights]) == len(data)
-
-    qmp._send = with_descriptor
-    try:
-        await qmp.execute("getfd", fdname="bench")
-    finally:
-        qmp._send = send
 
 
 def summary(rows: list[dict[str, float]], **key: object) -> dict[str, Any]:

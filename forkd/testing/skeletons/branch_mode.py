@@ -36,7 +36,7 @@ class SkeletonBranchMode:
             step("pause")
             await machine.pause()
             step("devices")
-            await machine.save_devices(sink.vmstate)
+            devices = await machine.save_devices()
             step("memory")
             regions = tuple(machine.ram())
             await sink.write_delta(MemoryView(machine.pid, regions))
@@ -46,6 +46,7 @@ class SkeletonBranchMode:
         pause = Pause((time.monotonic() - began) * 1000)
         log.info("%d MiB of RAM looked through in %.0f ms", sum(one.length for one in regions) >> 20, pause.pause_ms)
         task_status.started(pause)
+        await sink.write_devices(devices)
 
 
 @hookimpl

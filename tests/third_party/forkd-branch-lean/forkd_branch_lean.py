@@ -50,13 +50,14 @@ class LeanMode:
                 step("pause")
                 await machine.pause()
                 step("devices")
-                await machine.save_devices(sink.vmstate)
+                devices = await machine.save_devices()
                 step("ghost")
                 ghost = await trio.to_thread.run_sync(lambda: Ghost.of(machine.pid, unforked))
             finally:
                 with trio.CancelScope(shield=True):
                     await machine.resume()
             task_status.started(Pause((time.monotonic() - began) * 1000))
+            await sink.write_devices(devices)
             step("compare")
             differing = await trio.to_thread.run_sync(really_changed, ghost.pid, regions)
             step("memory")
