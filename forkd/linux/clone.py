@@ -220,7 +220,7 @@ class ProcessTemplate:
                 raise TraceError(f"{name} failed in the ghost of process {self._source}", -result)
             return result
 
-        size = 16 * _PAGE + len(threads) * 4 * _PAGE
+        size = 16 * _PAGE + sum(2 * _PAGE + 3 * arch.frame_size(thread.vectors) for thread in threads)
         address = call("mmap", 0, size, _PROT_READ | _PROT_WRITE, _MAP_PRIVATE_ANONYMOUS, -1, 0)
         area = Area(address, size)
         code = area.place(arch.runner.ljust(_PAGE, b"\0"))

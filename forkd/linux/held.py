@@ -79,6 +79,11 @@ def _executable(pid: int) -> list[Mapping]:
     return sorted(found, key=lambda mapping: "libc" not in mapping.name)
 
 
+def frames_size(vectors: bytes, arch: X86_64) -> int:
+    """How much room below the stack of a thread with these vector registers is written to while it is held."""
+    return _RED_ZONE + arch.frame_size(vectors) + arch.frame_size(b"") + _ROOM + 64
+
+
 class HeldThread:
     """Seized and stopped by the calling OS thread inside its `with` block, and let go on every way out of it."""
 
@@ -122,8 +127,7 @@ class HeldThread:
         arch, gadgets, own = self.arch, self._gadgets, self.registers
         if not arch.is_native(own):
             raise TraceError(f"thread {self.tid} does not run 64-bit code")
-        size = arch.frame_size(self.vectors) + arch.frame_size(b"") + _ROOM
-        self._back = (own.rsp - _RED_ZONE - size) & ~63
+        self._back = (own.rsp - frames_size(self.vectors, arch)) & ~63
         again = arch.reissued(own, arch.interrupted_call(own))
         back = arch.signal_frame(self._back, gadgets.sigreturn, again, self.mask, self.vectors)
         self._out = (self._back + len(back) + 15) & ~15

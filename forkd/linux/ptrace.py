@@ -234,7 +234,7 @@ class Tracee:
 def read_status(tid: int) -> dict[str, str]:
     """`/proc/TID/status`, read once: a stopped process waits meanwhile."""
     try:
-        text = Path(f"/proc/{tid}/status").read_text()
+        text = Path(f"/proc/{tid}/status").read_text(errors="replace")  # a thread's name may be any bytes
     except (FileNotFoundError, ProcessLookupError) as error:
         raise Ended(f"process {tid} is gone", error.errno) from error
     lines = (line.partition(":") for line in text.splitlines())

@@ -12,7 +12,7 @@ from pathlib import Path
 from forkd.linux.arch import NR, X86_64, AltStack, Registers
 from forkd.linux.batch import Area, Call, encode
 from forkd.linux.descriptors import Refused, Unsettled
-from forkd.linux.held import Gadgets, HeldThread, Step
+from forkd.linux.held import Gadgets, HeldThread, Step, frames_size
 from forkd.linux.ptrace import Ended, Rseq, TraceError
 
 _GET_ROBUST_LIST = 274
@@ -29,7 +29,7 @@ class ThreadState:
     """All that makes a thread of a stopped process, ready to be made again."""
 
     tid: int
-    name: str
+    name: bytes
     registers: Registers  # such that an interrupted call is issued again
     mask: int
     vectors: bytes
@@ -70,7 +70,7 @@ def describe(thread: HeldThread, memory: int) -> ThreadState:
         raise Unsettled(f"thread {tid} was stopped inside a restartable sequence")
     return ThreadState(
         tid=tid,
-        name=Path(f"/proc/{tid}/comm").read_text().removesuffix("\n"),
+        name=Path(f"/proc/{tid}/comm").read_bytes().removesuffix(b"\n"),
         registers=arch.reissued(thread.registers, _interrupted_call(thread, memory)),
         mask=thread.mask,
         vectors=thread.vectors,
@@ -150,7 +150,7 @@ def own_calls(thread: ThreadState, *, inherits: bool) -> list[Call]:
     """Calls a re-made thread does first; the main thread of a fork inherits what `inherits` leaves out."""
     calls = [Call("set_robust_list", thread.robust_list)] if thread.robust_list[0] else []
     if not inherits:
-        calls.append(Call("prctl", (_PR_SET_NAME, thread.name.encode() + b"\0")))
+        calls.append(Call("prctl", (_PR_SET_NAME, thread.name + b"\0")))
         if thread.rseq:
             calls.append(Call("rseq", (thread.rseq.address, thread.rseq.size, 0, thread.rseq.signature)))
     return calls
@@ -161,5 +161,8 @@ def clone_call(thread: ThreadState, offset: int, gate: int, area: Area, arch: X8
     wait = Call("futex", (gate, _FUTEX_WAIT_PRIVATE, 0, 0), may_fail=True)
     table = encode([*own_calls(thread, inherits=False), wait], area, arch)
     table += arch.leave_entry(place_frame(thread, area, arch))
+    # Until it first runs, the table is the thread's stack: whoever holds it meanwhile, to freeze the clone in its turn,
+    # writes frames below.
+    area.reserve(frames_size(thread.vectors, arch))
     tid_address = arch.thread_area(thread.registers) + offset
     return Call("clone", arch.thread_clone(_CLONE_THREAD, area.place(table), tid_address, thread.registers))

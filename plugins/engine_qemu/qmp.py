@@ -92,7 +92,7 @@ class Qmp:
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))
                 data = data[await self._stream.socket.sendmsg([data], [rights]) :]
             await self._stream.send_all(data)
-        except (trio.BrokenResourceError, OSError) as error:
+        except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
             raise QmpClosed("the VMM closed its control socket") from error
 
     async def _read(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Qmp:
                 raise EngineError("the VMM sent a control message without end")
             try:
                 chunk = await self._stream.receive_some(65536)
-            except (trio.BrokenResourceError, OSError) as error:
+            except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
                 raise QmpClosed("the VMM closed its control socket") from error
             if not chunk:
                 raise QmpClosed("the VMM closed its control socket")

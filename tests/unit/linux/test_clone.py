@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 
+from forkd.linux.arch import AltStack, Registers, host_arch
+from forkd.linux.batch import Area
 from forkd.linux.clone import ProcessTemplate
 from forkd.linux.descriptors import Refused, Unsettled
-from forkd.linux.held import Step, no_step
+from forkd.linux.held import Step, frames_size, no_step
 from forkd.linux.ptrace import TraceError
+from forkd.linux.threads import ThreadState, clone_call
 
 CLONE_STEPS = ("handed", "entered", "forked", "held", "built", "checked", "detached")
 
@@ -676,3 +679,15 @@ def test_how_long_the_source_was_held_is_told(target: Callable[[str], Any], make
     begun = time.perf_counter()
     held = make.of(source.pid).stopped_ms
     assert 0 < held < (time.perf_counter() - begun) * 1e3
+
+
+def test_a_thread_that_never_ran_has_room_for_the_frames_of_its_next_holder() -> None:
+    arch, registers = host_arch(), Registers()
+    thread = ThreadState(7, b"worker", registers, 0, bytes(2696), AltStack(0, 2, 0), (0, 0), None, frozenset({0}))
+    area = Area(0x10000, 0x10000)
+    taken = area.place(b"taken")
+    call = clone_call(thread, 0x2D0, taken, area, arch)
+    table = call.arguments[1]
+    assert isinstance(table, int)
+    room = frames_size(thread.vectors, arch)
+    assert area.image()[table - area.address - room : table - area.address] == bytes(room)
