@@ -58,7 +58,7 @@ class QemuEngine:
                 engine=self.name,
                 engine_version=facts.version,
                 accelerator=accel,
-                machine=command.MACHINE,
+                machine=command.MODEL,
                 cpu=command.TCG_CPU if accel == "tcg" else f"host:{_cpu_model()}",
                 arch=host_platform.machine(),
                 tsc_khz=facts.tsc_khz,
