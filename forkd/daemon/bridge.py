@@ -40,9 +40,9 @@ class Bridge:
 
     async def open(self, sandbox: Sandbox) -> None:
         """Listen and note the address; an adopted sandbox gets its old port back if it is free."""
-        _, _, before = sandbox.info.guest_addr.rpartition(":")
+        host, _, before = sandbox.info.guest_addr.rpartition(":")
         sandbox.info.guest_addr = ""
-        for port in dict.fromkeys((int(before or 0), 0)):
+        for port in dict.fromkeys((int(before) if host == HOST else 0, 0)):  # a networked one has its own address there
             try:
                 (listener,) = await trio.open_tcp_listeners(port, host=HOST)
                 break
