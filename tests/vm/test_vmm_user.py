@@ -13,13 +13,17 @@ import trio
 
 from forkd.linux.hostprobe import HostProbe
 from forkd.linux.process import alive, start_time
-from forkd.linux.ptrace import status_field
 from forkd.plugins.engine_qemu.user import USERS, why_not
 from forkd.sdk.async_controller import AsyncController
 
 PARENT = "python-numpy"
 REFUSED = why_not(USERS, HostProbe())
 pytestmark = [pytest.mark.vm, pytest.mark.root, pytest.mark.skipif(REFUSED is not None, reason=REFUSED or "")]
+
+
+def status_field(pid: int, name: str) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:"))
 
 
 def user(pid: int) -> int:
