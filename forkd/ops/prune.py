@@ -98,7 +98,10 @@ def _candidates(runtime: Runtime, used: Mapping[str, str]) -> list[Candidate]:
         size = tree_bytes(entry.directory)
         if isinstance(entry, Broken):
             why = f"it is broken; forkd rmi {entry.tag} removes it"
-            found.append(Candidate(entry.tag, 0, size, {}, held=why))
+            try:
+                found.append(Candidate(entry.tag, int(entry.directory.stat().st_mtime), size, {}, held=why))
+            except FileNotFoundError:
+                pass  # removed while we looked
             continue
         manifest = entry.manifest
         found.append(

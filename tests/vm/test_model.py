@@ -1,4 +1,4 @@
-"""Random sequences of fork, write, branch, rollback, promote and kill against a simple model of files and values."""
+"""Random sequences of fork, write, branch, rollback, promote, kill, prune against a model of files and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["fork", "write", "write", "branch", "rollback", "promote", "kill"]),
+        st.sampled_from(["fork", "write", "write", "branch", "rollback", "promote", "kill", "prune"]),
         st.integers(0, 7),
         st.integers(0, 99),
     ),
@@ -36,6 +36,7 @@ class World:
         self.states: dict[str, State] = {}
         self.tags: dict[str, list[tuple[str, State]]] = {}
         self.sources: dict[str, str] = {}
+        self.label = secrets.token_hex(4)
 
     async def begin(self) -> None:
         made = await self.controller.spawn_sandboxes(PARENT, 1)
@@ -57,7 +58,7 @@ class World:
             self.states[made], self.sources[made] = self.states[one], one
         elif kind == "branch":
             tag = f"t-model-{secrets.token_hex(4)}"
-            await self.controller.branch_sandbox(one, tag, mode="live")
+            await self.controller.branch_sandbox(one, tag, mode="live", labels={"model": self.label})
             self.tags.setdefault(one, []).append((tag, self.states[one]))
         elif kind == "rollback" and self.tags.get(one):
             tag, state = self.tags[one][value % len(self.tags[one])]
@@ -70,6 +71,21 @@ class World:
         elif kind == "kill":
             await self.controller.kill_sandbox(one)
             del self.states[one]
+
+        elif kind == "prune":
+            await self.prune(value % 3)
+
+    async def prune(self, keep_last: int) -> None:
+        """What is pruned can be gone back to no more; what stays can be used, and what runs runs."""
+        rule = {"labels": [f"model={self.label}"], "keep_last": keep_last}
+        done = await self.controller.prune_snapshots([rule], dry_run=False)
+        gone = {row["tag"] for row in done["rows"] if row["action"] == "remove"}
+        known = {tag for tags in self.tags.values() for tag, _ in tags}
+        listed = {row["tag"] for row in await self.controller.list_snapshots() if row["bootable"]}
+        assert gone <= known and listed & known == known - gone
+        for tag in known - gone:
+            await self.controller.snapshot_info(tag)  # refuses a chain with a link missing
+        self.tags = {one: [pair for pair in tags if pair[0] not in gone] for one, tags in self.tags.items()}
 
     async def compare(self) -> None:
         assert {row["id"] for row in await self.controller.list_sandboxes()} == set(self.states)
