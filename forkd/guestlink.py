@@ -312,6 +312,7 @@ class GuestLink:
         self._ready = trio.Event()
         self._reason: ForkdError | None = None
         self.closed = trio.Event()
+        self._owns_stream = True
         self._opened_ns = time.time_ns()
         self._resume: GuestStream | None = None
         if resume is not None:
@@ -346,6 +347,12 @@ class GuestLink:
         """End the session and close the stream; pending calls raise GuestUnreachable."""
         self._fail(GuestUnreachable("the guest link was closed", closed_by="us"))
         await trio.aclose_forcefully(self._stream)
+
+    async def let_go(self) -> None:
+        """End the session and leave the stream open, for another session on it."""
+        self._owns_stream = False
+        self._fail(GuestUnreachable("the guest link was let go", closed_by="us"))
+        await self.closed.wait()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -555,8 +562,9 @@ class GuestLink:
                     await self._read()
         finally:
             self._fail(GuestUnreachable("the guest link was closed", closed_by="us"))
-            with trio.CancelScope(shield=True):
-                await trio.aclose_forcefully(self._stream)
+            if self._owns_stream:
+                with trio.CancelScope(shield=True):
+                    await trio.aclose_forcefully(self._stream)
             self.closed.set()
 
     def _fail(self, reason: ForkdError) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import trio
 
-from forkd.guestlink import GuestLink, GuestStream, tree_done
-from forkd.specs.errors import BadInput, Conflict, GuestDenied, GuestFileNotFound, ProcessNotFound
+from forkd.guestlink import GuestLink, GuestStream, fresh_identity, tree_done
+from forkd.specs.errors import BadInput, Conflict, GuestDenied, GuestFileNotFound, GuestUnreachable, ProcessNotFound
 from tests.unit.guest_support import AgentProcess, check_shape, running_agent
 
 
@@ -42,6 +42,19 @@ async def ended(link: GuestLink, pid: int) -> None:
     """Wait until the command has ended, without taking what it said."""
     while any(row["pid"] == pid and row["running"] for row in await link.procs()):
         await trio.sleep(0.01)
+
+
+async def test_a_stream_that_was_let_go_carries_another_session(agent: AgentProcess) -> None:
+    stream = agent.stream()
+    async with trio.open_nursery() as nursery:
+        first = await GuestLink.open(stream, agent.sync, nursery, resume=fresh_identity("first"))
+        await first.eval("kept = 7", timeout=30)
+        await first.let_go()
+        with pytest.raises(GuestUnreachable):
+            await first.eval("kept", timeout=30)
+        second = await GuestLink.open(stream, agent.sync, nursery, resume=fresh_identity("second"))
+        assert (await second.eval("kept", timeout=30)).result == "7"
+        await second.aclose()
 
 
 async def test_who_comes_back_gets_what_was_said_and_how_it_ended(agent: AgentProcess, tmp_path: Path) -> None:
