@@ -31,6 +31,7 @@ class Settings:
     template_mib: int = 2048
     template_idle_secs: float = 600.0
     template_warmup: int = 20
+    pool_idle_secs: float = 3600.0
     blob_cache_bytes: int = 4 << 30
     hub_url: str | None = None
     hub_token: str | None = field(default=None, repr=False)

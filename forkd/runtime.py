@@ -15,6 +15,7 @@ from forkd.events import Events
 from forkd.inventory import Inventory, NoInventory, SqliteInventory
 from forkd.linux.hostprobe import HostProbe
 from forkd.pluginmanager import Plugins, load_plugins
+from forkd.pool import Pools
 from forkd.sandbox import Sandbox
 from forkd.slots import SlotOwner
 from forkd.specs.engine import Engine, EngineContext
@@ -67,6 +68,7 @@ class Runtime:
     on_up: Callable[[Sandbox], Awaitable[None]] | None = None
     """Called with every sandbox that has come up, before anybody is told of it."""
     templates: Templates = field(default_factory=Templates)
+    pools: Pools = field(default_factory=Pools)
     fork_answers: dict[str, Any] = field(default_factory=dict)
     """Forks with an idempotency key, under way or done."""
     busy_workspaces: set[str] = field(default_factory=set)
@@ -137,7 +139,7 @@ async def open_runtime(
     loaded = plugins or load_plugins(settings)
     slots = SlotOwner(settings.run_dir, DAEMON if daemon else None, die_with_owner=not daemon)
     inventory = SqliteInventory(settings.inventory) if daemon else NoInventory()
-    templates = Templates()
+    templates, pools = Templates(), Pools()
     try:
         async with trio.open_nursery() as nursery:
             runtime = Runtime(
@@ -153,6 +155,7 @@ async def open_runtime(
                 inventory=inventory,
                 keeps=daemon,
                 templates=templates,
+                pools=pools,
             )
             try:
                 yield runtime
@@ -161,6 +164,7 @@ async def open_runtime(
     finally:
         with trio.CancelScope(shield=True):
             await templates.close()
+            await pools.close(slots)
         for backend in loaded.memory_backends.values():
             backend.close()
         inventory.close()

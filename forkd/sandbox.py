@@ -29,6 +29,7 @@ from forkd.specs.errors import (
 from forkd.specs.models import SandboxInfo
 
 if TYPE_CHECKING:
+    from forkd.pool import Waiting
     from forkd.runtime import Runtime
     from forkd.store.snapshots import Stored
 
@@ -92,6 +93,8 @@ class Plan:
     """Whether its machine has a network device that needs a tap even when it leads nowhere."""
     adopted: Slot | None = None
     """The slot of a machine that runs already: ``start`` connects to it, and its guest stays who it is."""
+    waiting: Waiting | None = None
+    """The machine ``start`` claims, with its slot; ended with the sandbox's task if it comes to nothing."""
     canary: Canary | None = None
     """What a clone must still have."""
     keep: Path | None = None
@@ -108,7 +111,7 @@ async def run_sandbox(
     is left goes on, for the next one to adopt.
     """
     began = time.monotonic()
-    slot = plan.adopted or runtime.slots.take(plan.id, plan.info.snapshot_tag)
+    slot = plan.adopted or (plan.waiting.slot if plan.waiting else runtime.slots.take(plan.id, plan.info.snapshot_tag))
     machine: Machine | None = None
     sandbox: Sandbox | None = None
     failed = False
@@ -146,6 +149,8 @@ async def run_sandbox(
             with trio.CancelScope(shield=True):
                 if machine is not None:
                     await machine.kill()
+                elif plan.waiting is not None:
+                    await plan.waiting.machine.kill()
                 await runtime.slots.release(slot, plan.keep)
                 runtime.inventory.remove(plan.id)
             if sandbox is not None and sandbox.source is not None:

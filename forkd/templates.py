@@ -13,8 +13,9 @@ import trio
 from forkd.canary import Canary
 from forkd.guestlink import GuestLink, ResumeInfo
 from forkd.linux.mapping import read_totals
+from forkd.linux.memory_free import available_share
 from forkd.slots import new_sandbox_id
-from forkd.specs.engine import TEMPLATE, Engine, Machine, MachineTemplate, RestoreSpec, TemplateEngine
+from forkd.specs.engine import TEMPLATE, Engine, Machine, MachineTemplate, RestoreSpec, Slot, TemplateEngine
 from forkd.specs.errors import EngineError, GuestError, GuestTimeout
 
 if TYPE_CHECKING:
@@ -46,10 +47,12 @@ class SpawnCounts:
 
     clones: int = 0
     restores: int = 0
+    claims: int = 0
+    """Restored children whose machine was waiting for them, warm."""
     refusals: int = 0
     """Templates that could not be made."""
     fallbacks: int = 0
-    """Children restored although there was a template, because their clone failed."""
+    """Children restored from the start, because their clone, or the machine that waited for them, failed."""
     made: int = 0
     dropped: int = 0
 
@@ -177,13 +180,33 @@ class Templates:
 
     def _trim(self, runtime: Runtime, spare: Kept | None) -> None:
         settings = runtime.settings
-        short = _available_share() < PRESSURE
+        short = available_share() < PRESSURE
         for kept in sorted(self.kept.values(), key=lambda kept: kept.used):
             total = sum(each.bytes for each in self.kept.values())
             if len(self.kept) <= settings.template_count and total <= settings.template_mib << 20 and not short:
                 return
             if kept is not spare:
                 self._drop(runtime, kept)
+
+
+async def restore_warm(runtime: Runtime, recipe: Recipe, slot: Slot) -> tuple[Machine, GuestLink]:
+    """A restored machine that has answered often enough for its guest's code to be translated; the caller's to end.
+
+    Raises EngineError, GuestError; then, as on cancellation, no process is left.
+    """
+    machine = await recipe.engine.restore(recipe.spec, slot)
+    try:
+        sync = bytes.fromhex(recipe.agent_sync)
+        link = await GuestLink.open(machine.agent, sync, runtime.nursery, resume=ResumeInfo.fresh(slot.id))
+        with trio.move_on_after(READY_TIMEOUT):
+            await link.ready()
+            for count in range(runtime.settings.template_warmup):
+                await link.eval(WARM_UP[count % len(WARM_UP)], timeout=READY_TIMEOUT)
+            return machine, link
+        raise GuestTimeout(f"the guest of {slot.id} was not warm within {READY_TIMEOUT:g} s")
+    except BaseException:
+        await machine.kill()
+        raise
 
 
 async def make_template(runtime: Runtime, recipe: Recipe) -> Kept:
@@ -194,18 +217,12 @@ async def make_template(runtime: Runtime, recipe: Recipe) -> Kept:
     machine: Machine | None = None
     template: MachineTemplate | None = None
     try:
-        machine = await recipe.engine.restore(recipe.spec, slot)
-        link = await GuestLink.open(
-            machine.agent, bytes.fromhex(recipe.agent_sync), runtime.nursery, resume=ResumeInfo.fresh(slot.id)
-        )
+        machine, link = await restore_warm(runtime, recipe, slot)
         canary = None
         with trio.move_on_after(READY_TIMEOUT):
-            await link.ready()
             canary = await Canary.take(machine, link)
-            for count in range(runtime.settings.template_warmup):
-                await link.eval(WARM_UP[count % len(WARM_UP)], timeout=READY_TIMEOUT)
         if canary is None:
-            raise GuestTimeout(f"the guest of a template was not warm within {READY_TIMEOUT:g} s")
+            raise GuestTimeout(f"the guest of a template did not answer within {READY_TIMEOUT:g} s")
         # The link stays open until the machine is frozen: a guest whose host end is closed would poll.
         template = await engine.freeze(machine, slot, resume=False)
         await machine.kill()
@@ -225,10 +242,3 @@ async def make_template(runtime: Runtime, recipe: Recipe) -> Kept:
 def _private_bytes(pid: int) -> int:
     totals = read_totals(pid)
     return totals["Private_Dirty"] + totals["Private_Clean"]
-
-
-def _available_share() -> float:
-    """How much of the host's memory is to be had."""
-    with open("/proc/meminfo", encoding="ascii") as source:
-        found = dict(line.split(":") for line in source)
-    return int(found["MemAvailable"].split()[0]) / int(found["MemTotal"].split()[0])

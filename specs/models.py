@@ -126,6 +126,15 @@ class Pruned(msgspec.Struct, kw_only=True):
     rows: list[PruneRow]
 
 
+class PoolInfo(msgspec.Struct, kw_only=True):
+    """The machines that wait for a snapshot's next children: how many shall, how many do, and what hinders it."""
+
+    tag: str
+    size: int
+    waiting: int
+    problem: str | None = None
+
+
 class SandboxInfo(msgspec.Struct, kw_only=True):
     """A running child as the REST API shows it."""
 

@@ -33,6 +33,12 @@ class BuildRootfs(msgspec.Struct, kw_only=True):
     output: str | None = None
 
 
+class SetPool(msgspec.Struct, kw_only=True):
+    """How many machines shall wait for the snapshot's next children; 0 for none."""
+
+    size: int
+
+
 class CreateSandboxes(msgspec.Struct, kw_only=True):
     """Fork ``n`` children from a snapshot; with ``partial`` those that come up stay although others failed.
 

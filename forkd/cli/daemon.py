@@ -16,6 +16,7 @@ from forkd.cli.common import fail, first_of
 @click.option("--audit-log", help="File for one JSON line a request, or none. [env: FORKD_AUDIT_LOG]")
 @click.option("--branch-concurrency", type=int, help="Captures at once; default 4. [env: FORKD_BRANCH_CONCURRENCY]")
 @click.option("--agent-ports", help="A loopback port for each sandbox: on, off, auto. [env: FORKD_AGENT_PORTS]")
+@click.option("--pool", help="Machines kept warm for snapshots' next children: TAG=N,TAG=N. [env: FORKD_POOL]")
 @click.option("--end-sandboxes", is_flag=True, default=None, help="End sandboxes with the daemon.")
 @click.option("--config", "path", type=click.Path(), help="TOML file with the same settings.")
 @click.option("--init-config", is_flag=True, help="Print a config file with every setting explained, and exit.")

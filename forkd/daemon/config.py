@@ -16,6 +16,7 @@ import msgspec
 from forkd.ops.prune import check_policy
 from forkd.specs.errors import BadInput
 from forkd.specs.requests import RetentionPolicy
+from forkd.specs.tags import check_tag
 
 NONE = "none"
 
@@ -35,6 +36,7 @@ class DaemonConfig:
     end_sandboxes: bool = False
     agent_ports: str = "auto"
     retention: RetentionPolicy | None = None
+    pool: str = ""
 
     def address(self) -> tuple[str, int] | None:
         """Host and port of ``bind``; None if it is "none". Raises BadInput."""
@@ -60,6 +62,16 @@ class DaemonConfig:
         """Whether each sandbox gets a port without authentication; a daemon with tokens has to be told to."""
         return self.agent_ports == "on" or (self.agent_ports == "auto" and not self.token_file)
 
+    def pools(self) -> dict[str, int]:
+        """How many machines shall wait, by snapshot. Raises BadInput."""
+        sizes = {}
+        for entry in filter(None, map(str.strip, self.pool.split(","))):
+            tag, _, size = entry.partition("=")
+            if not (size.isascii() and size.isdigit()):
+                raise BadInput(f"pool has {entry[:80]!r}", hint="for example python-numpy=10,node=4")
+            sizes[check_tag(tag)] = int(size)
+        return sizes
+
 
 RETENTION = "retention"
 """The one setting that is a table, and so in the file alone."""
@@ -76,6 +88,7 @@ EXPLAINED = {
     "drain_secs": "How long requests may finish when the daemon is stopped.",
     "end_sandboxes": "Whether sandboxes end with the daemon; otherwise the next daemon adopts them.",
     "agent_ports": "Whether each sandbox gets a loopback port for the JSON-line protocol: on, off, auto (no tokens).",
+    "pool": "Machines that wait, warm, for snapshots' next children: TAG=N, separated by commas.",
 }
 
 
@@ -111,6 +124,7 @@ def load_config(path: str | None, flags: Mapping[str, Any], environ: Mapping[str
     config.address()
     if config.retention is not None:
         check_policy(config.retention)
+    config.pools()
     return config
 
 

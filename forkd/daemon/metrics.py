@@ -73,6 +73,7 @@ class _Now(Collector):
         cap = runtime.settings.branch_concurrency
         yield GaugeMetricFamily("forkd_branch_concurrency_cap", "Branches at once, 0 for any number", cap)
         yield GaugeMetricFamily("forkd_templates", "Templates children are cloned from", len(runtime.templates.kept))
+        yield from self._pools()
         spawned = CounterMetricFamily("forkd_spawned", "Children and templates by how they came to be", labels=["how"])
         for how, count in asdict(runtime.templates.counts).items():
             spawned.add_metric([how], count)
@@ -80,3 +81,12 @@ class _Now(Collector):
         info = GaugeMetricFamily("forkd_build_info", "This forkd", labels=["version"])
         info.add_metric([__version__], 1)
         yield info
+
+    def _pools(self) -> Iterator[GaugeMetricFamily]:
+        size = GaugeMetricFamily("forkd_pool_size", "Machines that shall wait, by snapshot", labels=["tag"])
+        waiting = GaugeMetricFamily("forkd_pool_waiting", "Machines that wait, by snapshot", labels=["tag"])
+        for tag, pool in self._runtime.pools.pools.items():
+            size.add_metric([tag], pool.size)
+            waiting.add_metric([tag], len(pool.waiting))
+        yield size
+        yield waiting

@@ -28,6 +28,7 @@ from forkd.daemon.config import NONE, DaemonConfig
 from forkd.daemon.gate import Gate
 from forkd.daemon.metrics import Metrics
 from forkd.ops.adopt import adopt_all
+from forkd.ops.pool import fill_pools
 from forkd.ops.prune import keep_pruned
 from forkd.runtime import Runtime, open_runtime
 from forkd.sandbox import end_sandbox
@@ -53,6 +54,7 @@ async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None
             if config.opens_agent_ports():
                 runtime.on_up = Bridge(runtime).open
             await adopt_all(runtime)
+            runtime.nursery.start_soon(fill_pools, runtime, config.pools())
             for where in _where(settings, config, sockets):
                 say(f"listening on {where}")
             say(f"stop it with Ctrl-C or: kill {os.getpid()}")

@@ -21,7 +21,7 @@ async def doctor(runtime: Runtime, host: Host | None = None) -> list[Check]:
     def look() -> list[Check]:
         return [*core_checks(probe, place), *runtime.plugins.checks(probe)]
 
-    return [*await trio.to_thread.run_sync(look), *await _engine(runtime), _daemon(runtime)]
+    return [*await trio.to_thread.run_sync(look), *await _engine(runtime), *_pools(runtime), _daemon(runtime)]
 
 
 async def _engine(runtime: Runtime) -> list[Check]:
@@ -35,6 +35,14 @@ async def _engine(runtime: Runtime) -> list[Check]:
         rows.append(Check("spawn path", "PASS", "children can be cloned from a warm template"))
     else:
         rows.append(Check("spawn path", "PASS", "children are restored from the snapshot"))
+    return rows
+
+
+def _pools(runtime: Runtime) -> list[Check]:
+    rows = []
+    for pool in runtime.pools.pools.values():
+        told = f"{len(pool.waiting)} of {pool.size} machines wait" + (f": {pool.problem}" if pool.problem else "")
+        rows.append(Check(f"pool of {pool.tag}", "WARN" if pool.problem else "PASS", told))
     return rows
 
 

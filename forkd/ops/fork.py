@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
 from forkd.network import check_network
 from forkd.ops.prewarm import prewarm
+from forkd.pool import Waiting
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
@@ -23,6 +25,8 @@ from forkd.specs.requests import CreateSandboxes, ForkSandbox
 from forkd.store.chain import resolve
 from forkd.store.snapshots import Stored
 from forkd.templates import SPAWN, Recipe
+
+log = logging.getLogger("forkd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,24 @@ class ForkOptions:
             return "a child with networking has devices of its own"
         return "a child with a network namespace of its own starts in it" if self.per_child_netns else None
 
+    @property
+    def needs_own_start(self) -> bool:
+        """Whether a machine of a pool would not do, as its process has to be started for this very child.
+
+        A namespace is entered, and memory counted against a limit, from a process's start on; and a machine that waits
+        has its id. Other limits are applied when it is claimed.
+        """
+        return self.needs_restore is not None or self.memory_limit_mib is not None or self.sandbox_id is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What all children of one request share."""
+
+    stored: Stored
+    recipe: Recipe
+    lease: MemoryLease
+
 
 @dataclass(frozen=True, slots=True)
 class Child:
@@ -104,10 +126,9 @@ async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list
 
 
 async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list[Child]:
-    stored, spec, lease = await _prepare(runtime, tag, options)
-    manifest = stored.manifest
-    engine = runtime.engine(manifest.platform.engine)
-    recipe = Recipe(manifest.content, manifest.agent_sync, engine, spec)
+    prepared = await prepare(runtime, tag, options)
+    stored, recipe = prepared.stored, prepared.recipe
+    manifest, engine = stored.manifest, recipe.engine
     has_device = manifest.hardware.network
     tap = has_device and IDLE_NIC not in (await engine.describe()).capabilities
     notes = check_network(options.network, options.allow, has_device=has_device, root=runtime.slots.networks.root)
@@ -118,12 +139,18 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
         kept, why = None, options.needs_restore if spawn == "template" else None
     children = [Child(index, None, None) for index in range(n)]
 
-    async def up(start: Callable[[Slot], Awaitable[Machine]], by: str, canary: Canary | None = None) -> Sandbox:
-        info = _info(tag, options, (*lease.warnings, *options.warnings, *notes))
+    async def up(
+        start: Callable[[Slot], Awaitable[Machine]],
+        by: str,
+        canary: Canary | None = None,
+        waiting: Waiting | None = None,
+    ) -> Sandbox:
+        sandbox_id = waiting.slot.id if waiting else options.sandbox_id or new_sandbox_id()
+        info = _info(sandbox_id, tag, options, (*prepared.lease.warnings, *options.warnings, *notes))
         info.spawned_by = by
         if why is not None:
             info.warnings.append(f"restored, not cloned: {why}")
-        plan = Plan(info.id, start, manifest.agent_sync, info, stored, canary=canary, tap=tap)
+        plan = Plan(info.id, start, manifest.agent_sync, info, stored, canary=canary, tap=tap, waiting=waiting)
         if options.keep_workdir:
             plan = replace(plan, keep=runtime.settings.kept_dir / info.id)
             info.warnings.append(f"its work directory will be kept as {plan.keep}")
@@ -140,7 +167,18 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
                 raise
             except (EngineError, GuestError) as error:
                 runtime.templates.failed(runtime, kept, error)
-        sandbox = await up(lambda slot: engine.restore(spec, slot), "restore")
+        waiting = None if options.needs_own_start else runtime.pools.take(tag, recipe)
+        if waiting is not None:
+            try:
+                sandbox = await up(waiting.claim, "pool", waiting=waiting)
+                runtime.templates.counts.claims += 1
+                return sandbox
+            except OutOfMemory:
+                raise
+            except (EngineError, GuestError) as error:
+                runtime.templates.counts.fallbacks += 1
+                log.warning("a machine of a pool failed and another is restored: %s", error)
+        sandbox = await up(lambda slot: engine.restore(recipe.spec, slot), "restore")
         runtime.templates.counts.restores += 1
         return sandbox
 
@@ -167,7 +205,7 @@ def _spawn(runtime: Runtime, options: ForkOptions) -> str:
     return spawn
 
 
-async def _prepare(runtime: Runtime, tag: str, options: ForkOptions) -> tuple[Stored, RestoreSpec, MemoryLease]:
+async def prepare(runtime: Runtime, tag: str, options: ForkOptions) -> Prepared:
     """Everything all children share, checked once: chain, files, platform, disk, memory image."""
     if tag in runtime.writing:
         raise SnapshotNotReady(f"snapshot {tag!r} is still being written", hint="wait until its status is ready")
@@ -183,11 +221,11 @@ async def _prepare(runtime: Runtime, tag: str, options: ForkOptions) -> tuple[St
     backend = runtime.plugins.memory_backend(options.memory_backend)
     image = await runtime.images.image(layers)
     lease = await backend.lease(image, size, hugepages=options.hugepages)
-    return stored, RestoreSpec(stored.vmstate, lease.image, rootfs, manifest.hardware, manifest.platform), lease
+    spec = RestoreSpec(stored.vmstate, lease.image, rootfs, manifest.hardware, manifest.platform)
+    return Prepared(stored, Recipe(manifest.content, manifest.agent_sync, engine, spec), lease)
 
 
-def _info(tag: str, options: ForkOptions, warnings: Sequence[str]) -> SandboxInfo:
-    sandbox_id = options.sandbox_id or new_sandbox_id()
+def _info(sandbox_id: str, tag: str, options: ForkOptions, warnings: Sequence[str]) -> SandboxInfo:
     return SandboxInfo(
         id=sandbox_id,
         snapshot_tag=tag,

@@ -47,7 +47,7 @@ async def remove_snapshot(
 
 
 def in_use(runtime: Runtime) -> dict[str, str]:
-    """Why snapshots are needed, besides what builds on them: a sandbox, a template, a workspace or a verb at work."""
+    """Why snapshots are needed, besides what builds on them: a sandbox, template, pool, workspace or verb at work."""
     found = {tag: "something reads it just now" for tag in runtime.readers}
     for workspace in _workspaces(runtime):
         info = workspace.info
@@ -58,6 +58,7 @@ def in_use(runtime: Runtime) -> dict[str, str]:
             found[entry.tag] = "a template of it is warm"
     for tag, sandbox_id in snapshots_in_use(runtime.settings.run_dir).items():
         found[tag] = f"sandbox {sandbox_id} runs from it"
+    found |= {tag: "machines of a pool wait for its children" for tag in runtime.pools.pools}
     return found
 
 
@@ -88,6 +89,7 @@ def _check(runtime: Runtime, tags: list[str], state_of: str | None) -> None:
 
 
 async def _remove(runtime: Runtime, tag: str, force: bool) -> None:
+    await runtime.pools.resize(runtime, tag, 0)
     try:
         content = runtime.snapshots.load(tag).manifest.content
         await trio.to_thread.run_sync(runtime.images.forget, content)

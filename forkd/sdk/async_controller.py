@@ -109,6 +109,10 @@ class AsyncController(ProcessMethods, FileMethods, LifecycleMethods, LookMethods
         """Flatten a chain into a new snapshot."""
         return await self._call("POST", f"/v1/snapshots/{_quote(tag)}/compact", {"to": to})
 
+    async def set_pool(self, tag: str, size: int) -> dict[str, Any]:
+        """Let ``size`` machines wait, warm, for the snapshot's next children (0: none); returns when they do."""
+        return await self._call("PUT", f"/v1/snapshots/{_quote(tag)}/pool", {"size": size})
+
     async def delete_snapshot(self, tag: str, cascade: bool = False, force: bool = False) -> None:
         """Remove a snapshot."""
         query = {name: "true" for name, value in (("cascade", cascade), ("force", force)) if value}

@@ -77,7 +77,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     async with trio.open_nursery() as nursery:
         made = Scene(nursery)
         monkeypatch.setattr(templates, "make_template", made.make)
-        monkeypatch.setattr(templates, "_available_share", lambda: 0.5)
+        monkeypatch.setattr(templates, "available_share", lambda: 0.5)
         yield made
         nursery.cancel_scope.cancel()
 
@@ -170,7 +170,7 @@ async def test_unused_ones_go_in_time_and_all_go_when_memory_is_short(
     now[0] = 700.0
     await trio.sleep(templates.TIDY_SECONDS * 1.5)
     assert [key[0] for key in scene.templates.kept] == ["b"]
-    monkeypatch.setattr(templates, "_available_share", lambda: 0.05)
+    monkeypatch.setattr(templates, "available_share", lambda: 0.05)
     await trio.sleep(templates.TIDY_SECONDS)
     assert scene.templates.kept == {}
     assert scene.templates.counts.dropped == 2

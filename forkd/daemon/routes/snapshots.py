@@ -19,11 +19,13 @@ from forkd.ops.describe import describe, get_snapshot, list_snapshots
 from forkd.ops.lineage import compact, snapshot_lineage
 from forkd.ops.parent import create_parent
 from forkd.ops.pin import update_snapshot
+from forkd.ops.pool import set_pool
 from forkd.ops.prune import prune
 from forkd.ops.remove import remove_snapshot
 from forkd.specs.errors import (
     BadInput,
     BuildFailed,
+    CapabilityMissing,
     Conflict,
     EngineError,
     GuestError,
@@ -31,8 +33,8 @@ from forkd.specs.errors import (
     HostNotReady,
     NoSpace,
 )
-from forkd.specs.models import Pruned, SnapshotInfo
-from forkd.specs.requests import BuildRootfs, Compact, CreateSnapshot, PruneRequest, UpdateSnapshot
+from forkd.specs.models import PoolInfo, Pruned, SnapshotInfo
+from forkd.specs.requests import BuildRootfs, Compact, CreateSnapshot, PruneRequest, SetPool, UpdateSnapshot
 
 
 async def index(request: Request) -> Response:
@@ -68,6 +70,12 @@ async def flatten(request: Request) -> Response:
     """A chain as one snapshot."""
     body = await read_body(request, Compact)
     return reply(await compact(runtime_of(request), request.path_params["tag"], body.to))
+
+
+async def pool(request: Request) -> Response:
+    """Let machines wait, warm, for the snapshot's next children; answers when they do."""
+    body = await read_body(request, SetPool)
+    return reply(await set_pool(runtime_of(request), request.path_params["tag"], body.size))
 
 
 async def delete(request: Request) -> Response:
@@ -131,6 +139,14 @@ routes = [
     route("POST", "/v1/snapshots/prune", retain, {200: Pruned}, body=PruneRequest, errors=(BadInput,)),
     route("GET", f"{TAG}/info", info, {200: dict[str, Any]}, errors=(*OF_SNAPSHOT, Conflict)),
     route("POST", f"{TAG}/compact", flatten, {200: SnapshotInfo}, body=Compact, errors=(*OF_SNAPSHOT, Conflict)),
+    route(
+        "PUT",
+        f"{TAG}/pool",
+        pool,
+        {200: PoolInfo},
+        body=SetPool,
+        errors=(*OF_SNAPSHOT, Conflict, CapabilityMissing, HostNotReady),
+    ),
     route(
         "POST",
         "/v1/rootfs",

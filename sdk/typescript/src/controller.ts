@@ -78,6 +78,11 @@ export class Controller extends HubMethods {
     return this.http.json('POST', snapshotPath(tag, '/compact'), { body: { to } });
   }
 
+  /** Let `size` machines wait, warm, for the snapshot's next children (0: none); resolves when they do. */
+  setPool(tag: string, size: number): Promise<api.PoolInfo> {
+    return this.http.json('PUT', snapshotPath(tag, '/pool'), { body: { size } });
+  }
+
   async deleteSnapshot(tag: string, options: { cascade?: boolean; force?: boolean } = {}): Promise<void> {
     const query = { cascade: options.cascade || undefined, force: options.force || undefined };
     await this.http.json('DELETE', snapshotPath(tag), { query });

@@ -311,6 +311,14 @@ export interface PartialSpawn {
   failed: FailedChild[];
 }
 
+/** The machines that wait for a snapshot's next children: how many shall, how many do, and what hinders it. */
+export interface PoolInfo {
+  tag: string;
+  size: number;
+  waiting: number;
+  problem?: string | null;
+}
+
 /** Change what children of a branch begin with: defaults of commands, and a warm runtime. `args` is started and must say ready; with `lang` (such as `node`) evals go to it from then on. */
 export interface PrepareRequest {
   env?: Record<string, string>;
@@ -464,6 +472,11 @@ export interface SandboxInfo {
   idle_pause_secs?: number | null;
   auto_paused?: boolean;
   forked_from?: string | null;
+}
+
+/** How many machines shall wait for the snapshot's next children; 0 for none. */
+export interface SetPool {
+  size: number;
 }
 
 /** Fetch the guest kernel and make the initramfs. */

@@ -53,6 +53,8 @@ POLICIES = [
         "branch_concurrency = 0",
         'tls_cert = "c.pem"',
         *POLICIES,
+        'pool = "tag"',
+        'pool = "../x=1"',
     ],
 )
 def test_nonsense_is_refused(tmp_path: Path, text: str) -> None:
@@ -60,6 +62,11 @@ def test_nonsense_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(BadInput):
         load_config(str(path), {}, {})
+
+
+def test_pools_are_sizes_by_tag() -> None:
+    assert load_config(None, {}, {"FORKD_POOL": "python-numpy=10, node=4"}).pools() == {"python-numpy": 10, "node": 4}
+    assert DaemonConfig().pools() == {}
 
 
 @pytest.mark.parametrize(
