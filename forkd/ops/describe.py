@@ -14,11 +14,11 @@ from forkd.store.snapshots import Broken, Stored
 
 async def list_snapshots(runtime: Runtime) -> list[SnapshotInfo]:
     """Every snapshot, those that cannot be used included, with the reason."""
+    writing = dict(runtime.writing)  # asked first: one that is finished while we look is seen there, or here
     rows = await trio.to_thread.run_sync(lambda: [describe(runtime, entry) for entry in runtime.snapshots.entries()])
     whole = {row.tag for row in rows}
-    rows += [row for tag, row in runtime.writing.items() if tag not in whole]
-    rows += [_failed(runtime, tag, error) for tag, error in runtime.failed.items() if tag not in whole]
-    return rows
+    unfinished = writing | {tag: _failed(runtime, tag, error) for tag, error in runtime.failed.items()}
+    return rows + [row for tag, row in unfinished.items() if tag not in whole]
 
 
 def get_snapshot(runtime: Runtime, tag: str) -> SnapshotInfo:
