@@ -24,12 +24,13 @@ FORKD = [str(Path(BINARY).absolute())] if BINARY else [sys.executable, "-m", "fo
 
 
 def run_forkd(
-    data_dir: Path, *args: str, env: dict[str, str] | None = None, timeout: float = 300
+    data_dir: Path, *args: str, env: dict[str, str] | None = None, stdin: str | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run the CLI under test on ``data_dir``."""
     return subprocess.run(
         [*FORKD, *args],
         env={**os.environ, "FORKD_DATA_DIR": str(data_dir), **(env or {})},
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=timeout,

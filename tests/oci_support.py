@@ -140,7 +140,7 @@ class Registry:
 
 
 @contextmanager
-def running_registry(work: Path, *, private: bool = False) -> Iterator[Registry]:
+def running_registry(work: Path, *, private: bool = False, auth: dict[str, Any] | None = None) -> Iterator[Registry]:
     """Debian's docker-registry on a free port of 127.0.0.1; a private one wants ``me`` with the password ``secret``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -154,6 +154,8 @@ def running_registry(work: Path, *, private: bool = False) -> Iterator[Registry]
     if private:
         (work / "htpasswd").write_text(f"me:{SECRET}\n")
         config["auth"] = {"htpasswd": {"realm": "test", "path": str(work / "htpasswd")}}
+    if auth is not None:
+        config["auth"] = auth
     (work / "config.json").write_text(json.dumps(config))  # JSON is YAML too
     command = ["docker-registry", "serve", str(work / "config.json")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from forkd.specs.errors import ForkdError, NotFound, TransferError
-from forkd.specs.transport import HubTransport, Place
+from forkd.specs.transport import HubTransport, Login, Place
 
 SIZE = 3 * (1 << 20) + 17
 LIMIT = 1 << 20
@@ -42,12 +42,20 @@ async def read_all(chunks: AsyncGenerator[bytes, None]) -> bytes:
 
 
 class HubTransportContract:
-    """Subclass it and give the fixtures ``transport`` and ``base``, the URL of an empty registry one may write to."""
+    """Subclass it and give the fixtures ``transport`` and ``base``, the URL of an empty registry one may write to.
+
+    Where that takes a login, give ``login`` too.
+    """
 
     @pytest.fixture
-    def place(self, base: str) -> Place:
+    def login(self) -> Login | None:
+        """Who may write."""
+        return None
+
+    @pytest.fixture
+    def place(self, base: str, login: Login | None) -> Place:
         """A package nobody has pushed yet."""
-        return Place(base, "acme/thing")
+        return Place(base, "acme/thing", login)
 
     @pytest.fixture
     def blob(self) -> bytes:
@@ -84,7 +92,7 @@ class HubTransportContract:
         self, transport: HubTransport, place: Place, blob: bytes
     ) -> None:
         name = await self.put(transport, place, blob)
-        other = Place(place.base, "acme/other")
+        other = Place(place.base, "acme/other", place.login)
         mounted = await transport.mount_blob(other, name, place.package)
         assert mounted or await transport.blob_size(other, name) == len(blob)
         assert await read_all(transport.read_blob(other, name, len(blob))) == blob
@@ -118,7 +126,7 @@ class HubTransportContract:
             await transport.publish(place, version, manifest, {name: len(blob)}, update)
         assert await transport.manifest(place, "1", LIMIT) == b"first = 1\n"
         assert await transport.manifest(place, "latest", LIMIT) == b"third = 3\n"
-        index = await transport.index(place.base, None)
+        index = await transport.index(place.base, place.login)
         assert index is not None
         assert b"acme/thing" in index
         assert b"latest" in index

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
+
+import httpx
 
 from forkd.httpclient import HttpClient, LoginAuth, login_header
 from forkd.specs.errors import TransferError, Unauthorized
@@ -39,13 +41,15 @@ class OciAuth:
 
     async def _token(self, fields: dict[str, str]) -> str:
         realm = fields.get("realm", "")
-        where = urlsplit(realm)
-        if where.scheme != "https" and not (where.scheme == "http" and where.hostname in LOOPBACK):
+        try:
+            where = httpx.URL(realm)
+        except httpx.InvalidURL as error:
+            raise TransferError(f"the registry sends us to a malformed URL for a token: {realm[:80]!r}") from error
+        if where.scheme != "https" and not (where.scheme == "http" and where.host in LOOPBACK):
             raise TransferError(f"the registry wants us to get a token at {realm[:80]!r}; only https is safe for that")
         if self._login is not None and self._login.token is not None:
             return self._login.token
-        query = urlencode([(key, fields[key]) for key in ("service", "scope") if key in fields])
-        answer = await self._http.request("GET", f"{realm}?{query}", LoginAuth(self._login))
+        answer = await self._http.request("GET", _token_url(where, fields), LoginAuth(self._login))
         try:
             found = json.loads(answer.body)
             token = found.get("token") or found.get("access_token")
@@ -54,3 +58,10 @@ class OciAuth:
         if not isinstance(token, str):
             raise Unauthorized("the token service gave no token", hint="forkd hub login URL")
         return token
+
+
+def _token_url(realm: httpx.URL, fields: dict[str, str]) -> str:
+    """Where to ask: the realm, which may have a query of its own, with one ``scope`` for each the challenge lists."""
+    asked = [("service", fields["service"])] if "service" in fields else []
+    asked += [("scope", scope) for scope in fields.get("scope", "").split()]
+    return str(realm.copy_with(query=b"&".join(filter(None, (realm.query, urlencode(asked).encode())))))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -13,7 +14,7 @@ import msgspec
 
 from forkd.httpclient import HttpClient, Patience
 from forkd.plugins.hub_oci.auth import LOOPBACK, OciAuth
-from forkd.specs.errors import BadInput, NotFound, TransferError
+from forkd.specs.errors import BadInput, NotFound, TransferError, Unauthorized
 from forkd.specs.packs import Package, Registry, Version
 from forkd.specs.transport import Body, Login, Place, UpdateIndex
 
@@ -70,15 +71,22 @@ class OciTransport:
         return int(size) if answer.status == 200 and size.isdigit() else None
 
     async def mount_blob(self, place: Place, sha256: str, other: str) -> bool:
-        """A cross-repository mount; the upload that is opened instead where it fails is given up."""
+        """A cross-repository mount; the upload that is opened instead where it fails is given up.
+
+        A registry may show us one package and not the other: then nothing is mounted, and the blob is sent.
+        """
         if not _REPOSITORY.fullmatch(other):
             return False
         auth = OciAuth(self._http, place.login)
         url = f"{_repository(place)}/blobs/uploads/?mount=sha256:{sha256}&from={other}"
-        answer = await self._http.request("POST", url, auth, accept=(201, 202))
+        try:
+            answer = await self._http.request("POST", url, auth, accept=(201, 202))
+        except Unauthorized:
+            return False
         location = urljoin(answer.url, answer.headers.get("location", ""))
         if answer.status == 202 and urlsplit(location)[:2] == urlsplit(answer.url)[:2]:
-            await self._http.request("DELETE", location, auth, accept=(200, 202, 204, 404, 405))
+            with suppress(Unauthorized):  # who may push may not always delete; the registry drops old uploads itself
+                await self._http.request("DELETE", location, auth, accept=(200, 202, 204, 404, 405))
         return answer.status == 201
 
     def read_blob(self, place: Place, sha256: str, size: int, offset: int = 0) -> AsyncGenerator[bytes, None]:

@@ -144,7 +144,11 @@ class Registry:
         headers = {"Accept-Encoding": "identity"}
         if basic is not None:
             headers["Authorization"] = f"Basic {basic}"
-        async with self._client.stream("GET", fields["realm"], params=query, headers=headers) as response:
+        try:
+            where = httpx.URL(fields["realm"]).copy_merge_params(query)  # a realm may have a query of its own
+        except httpx.InvalidURL as error:
+            raise BuildFailed(f"{self.reference}: the registry sends us to a malformed URL for a token") from error
+        async with self._client.stream("GET", where, headers=headers) as response:
             if response.status_code != 200:
                 raise _refused(self.reference, response.status_code)
             answer = _object(await self._bounded(response, MAX_DOCUMENT), "the registry's token")

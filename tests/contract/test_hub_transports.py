@@ -10,11 +10,12 @@ import pytest
 from forkd.plugins.hub_file.transport import FileTransport
 from forkd.plugins.hub_http.transport import HttpTransport
 from forkd.plugins.hub_oci.transport import OciTransport
-from forkd.specs.errors import BadInput, NotFound, Unauthorized
+from forkd.specs.errors import BadInput, NotFound, TransferError, Unauthorized
 from forkd.specs.transport import HubTransport, Login, Place
 from forkd.testing.hub import HubTransportContract, body_of, digest_of, read_all
-from tests.hub_support import running_nginx
+from tests.hub_support import Faulty, faulty_server, running_nginx
 from tests.oci_support import running_registry
+from tests.token_server import TokenServer, running_token_server
 
 
 class TestDirectory(HubTransportContract):
@@ -79,6 +80,93 @@ class TestOciRegistry(HubTransportContract):
             await transport.blob_size(Place(base, "Acme/Thing"), digest_of(b""))
 
 
+class TestOciRegistryWithPasswords(HubTransportContract):
+    @pytest.fixture
+    def transport(self) -> HubTransport:
+        return OciTransport()
+
+    @pytest.fixture
+    def login(self) -> Login:
+        return Login(username="me", password="secret")
+
+    @pytest.fixture
+    def base(self, tmp_path: Path) -> Iterator[str]:
+        with running_registry(tmp_path, private=True) as registry:
+            yield f"oci://{registry.address}"
+
+
+class TestOciRegistryWithTokens(HubTransportContract):
+    @pytest.fixture
+    def transport(self) -> HubTransport:
+        return OciTransport()
+
+    @pytest.fixture
+    def tokens(self, tmp_path: Path) -> Iterator[TokenServer]:
+        with running_token_server(tmp_path) as server:
+            yield server
+
+    @pytest.fixture
+    def login(self) -> Login:
+        return Login(username="me", password="secret")
+
+    @pytest.fixture
+    def base(self, tmp_path: Path, tokens: TokenServer) -> Iterator[str]:
+        with running_registry(tmp_path, auth=tokens.auth_config()) as registry:
+            yield f"oci://{registry.address}"
+
+    async def test_wrong_logins_and_tokens_of_others_are_refused(
+        self, transport: HubTransport, base: str, tmp_path: Path
+    ) -> None:
+        data = b"a blob"
+        (tmp_path / "other").mkdir()
+        with running_token_server(tmp_path / "other") as other:
+            forged = other.token("me", ("repository:acme/thing:pull,push",))
+        for wrong in (None, Login(username="me", password="guess"), Login(token=forged), Login(token="guess")):
+            place = Place(base, "acme/thing", wrong)
+            with pytest.raises(Unauthorized):
+                await transport.blob_size(place, digest_of(data))
+            with pytest.raises(Unauthorized):
+                await transport.write_blob(place, digest_of(data), len(data), body_of(data))
+
+    async def test_a_token_of_ones_own_is_used_as_it_is(
+        self, transport: HubTransport, base: str, tokens: TokenServer
+    ) -> None:
+        token = tokens.token("me", ("repository:acme/thing:pull,push",))
+        place = Place(base, "acme/thing", Login(token=token))
+        name = await self.put(transport, place, b"a blob")
+        assert await read_all(transport.read_blob(place, name, 6)) == b"a blob"
+        assert tokens.asked == []
+        with pytest.raises(Unauthorized):
+            await transport.blob_size(Place(base, "acme/other", Login(token=token)), name)
+
+    async def test_what_everybody_may_read_needs_no_login(
+        self, transport: HubTransport, place: Place, tokens: TokenServer
+    ) -> None:
+        name = await self.put(transport, place, b"a blob")
+        tokens.may["", place.package] = frozenset({"pull"})
+        anybody = Place(place.base, place.package)
+        assert await read_all(transport.read_blob(anybody, name, 6)) == b"a blob"
+        with pytest.raises(Unauthorized):
+            await self.put(transport, anybody, b"another")
+
+    async def test_a_package_we_may_not_read_is_not_mounted_from(
+        self, transport: HubTransport, place: Place, tokens: TokenServer
+    ) -> None:
+        name = await self.put(transport, place, b"a blob")
+        tokens.may["me", place.package] = frozenset()
+        assert not await transport.mount_blob(Place(place.base, "acme/other", place.login), name, place.package)
+
+    async def test_a_token_that_ran_out_is_not_tried_for_ever(
+        self, transport: HubTransport, place: Place, tokens: TokenServer
+    ) -> None:
+        tokens.seconds = -120  # the registry bears 60 s of wrong clocks
+        with pytest.raises(Unauthorized):
+            await self.put(transport, place, b"a blob")
+        assert len(tokens.asked) == 1
+        tokens.seconds = 60
+        assert await self.put(transport, place, b"a blob")
+
+
 async def test_a_private_oci_registry_lets_us_in_with_a_login_only(tmp_path: Path) -> None:
     with running_registry(tmp_path, private=True) as registry:
         base = f"oci://{registry.address}"
@@ -93,3 +181,15 @@ async def test_a_private_oci_registry_lets_us_in_with_a_login_only(tmp_path: Pat
                 await transport.blob_size(Place(base, "a/b", wrong), digest_of(data))
             with pytest.raises(Unauthorized):
                 await transport.write_blob(Place(base, "a/b", wrong), digest_of(data), len(data), body_of(data))
+
+
+@pytest.mark.parametrize("realm", ["http://[::1", "http://elsewhere.example/token", "", "ftp://x"])
+async def test_a_registry_that_sends_us_to_no_good_place_for_a_token_is_refused(tmp_path: Path, realm: str) -> None:
+    def challenge(request: Faulty, name: str, number: int) -> bool:
+        request.answer(401, b"", WWW_Authenticate=f'Bearer realm="{realm}",service="x"')
+        return True
+
+    with faulty_server(tmp_path, challenge) as server:
+        place = Place(server.url.replace("http:", "oci:"), "a/b", Login(username="me", password="secret"))
+        with pytest.raises(TransferError, match="token"):
+            await OciTransport().blob_size(place, digest_of(b""))

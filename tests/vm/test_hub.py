@@ -18,6 +18,7 @@ from forkd.sdk.async_controller import AsyncController
 from tests.conftest import run_forkd
 from tests.hub_support import running_nginx
 from tests.oci_support import running_registry
+from tests.token_server import running_token_server
 
 pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
@@ -26,14 +27,14 @@ SECRET = "the answer is 42"
 
 @contextmanager
 def hub_of(kind: str, work: Path) -> Iterator[str]:
-    """An empty registry of each kind, with a real server behind it."""
+    """An empty registry of each kind, with a real server behind it; the one for OCI wants tokens."""
     if kind == "file":
         yield f"file:{work}/hub"
     elif kind == "http":
         with running_nginx(work) as (url, _):
             yield f"{url}/hub"
     else:
-        with running_registry(work) as registry:
+        with running_token_server(work) as tokens, running_registry(work, auth=tokens.auth_config()) as registry:
             yield f"oci://{registry.address}"
 
 
@@ -66,6 +67,11 @@ async def test_a_branch_goes_through_a_registry_and_its_child_remembers(
 ) -> None:
     tag, there = branch["tag"], tmp_path / "there"
     with hub_of(kind, tmp_path) as hub:
+        if kind == "oci":
+            refused = run_forkd(data_dir, "push", "--tag", PARENT, "acme/py", "--hub", hub)
+            assert (refused.returncode, "hub login" in refused.stderr) == (1, True)
+            for host in (data_dir, there):
+                assert run_forkd(host, "hub", "login", hub, "--username", "me", stdin="secret\n").returncode == 0
         first = ask(data_dir, "push", "--tag", PARENT, "acme/py", "--hub", hub)
         assert first["sent_bytes"] == first["total_bytes"]
         second = ask(data_dir, "push", "--tag", PARENT, "acme/py@2", "--hub", hub)
@@ -80,6 +86,8 @@ async def test_a_branch_goes_through_a_registry_and_its_child_remembers(
         assert pulled["added"] == [PARENT, tag]
         assert pulled["fetched_bytes"] <= third["total_bytes"]
         assert ask(there, "pull", "acme/py", "--hub", hub)["fetched_bytes"] == 0
+        if kind == "oci":
+            assert run_forkd(data_dir, "hub", "login", hub, "--logout").returncode == 0
     assert remembers(there, tag, "[secret, list_of.tolist()]") == [SECRET, [0, 1, 2, 3, 4]]
     assert remembers(there, PARENT, "numpy.zeros(3).tolist()") == [0.0, 0.0, 0.0]
     rows = {row["tag"]: row for row in ask(there, "images")}

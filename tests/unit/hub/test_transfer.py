@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import trio
 
 from forkd.httpclient import Patience
 from forkd.ops.hub import check, list_packages
+from forkd.ops.keys import forget_login, save_login
 from forkd.ops.pack import pack
 from forkd.ops.transfer import pull, push
 from forkd.ops.unpack import unpack
@@ -25,8 +27,11 @@ from forkd.plugins.hub_http.transport import HttpTransport
 from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput, NotFound, PackError, SnapshotInUse, TagTaken, TransferError, Unauthorized
 from forkd.specs.requests import PackRequest, PullRequest, PushRequest, UnpackRequest
+from forkd.specs.transport import Login
 from forkd.store.chain import resolve
 from tests.hub_support import Faulty, add_snapshot, faulty_server, quiet, runtime_at, tree
+from tests.oci_support import running_registry
+from tests.token_server import running_token_server
 
 HASTY = Patience(attempts=4, first_delay=0.01, longest_delay=0.05, connect=5, silence=1)
 
@@ -375,6 +380,38 @@ async def test_logins_go_to_the_host_they_are_for_and_to_no_other(maker: Runtime
             await HttpTransport(HASTY).manifest(Place(first.url, "acme/base", login), "latest", 100)
             assert seen == [(first.url, "Bearer secret"), (other.url, None)]
     assert (maker.settings.hub_dir.stat().st_mode & 0o777) == 0o700
+
+
+@pytest.mark.parametrize("kind", ["passwords", "tokens"])
+async def test_an_oci_registry_that_wants_a_login_is_used_with_one(
+    kind: str, maker: Runtime, taker: Runtime, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        if kind == "tokens":
+            auth = stack.enter_context(running_token_server(tmp_path)).auth_config()
+            registry = stack.enter_context(running_registry(tmp_path, auth=auth))
+        else:
+            registry = stack.enter_context(running_registry(tmp_path, private=True))
+        hub = f"oci://{registry.address}"
+        request = PushRequest(tag="base", target=f"{hub}/acme/base@1")
+        with pytest.raises(Unauthorized):
+            await push(maker, request, quiet)
+        save_login(maker, hub, Login(username="me", password="guess"))
+        with pytest.raises(Unauthorized):
+            await push(maker, request, quiet)
+        for host in (maker, taker):
+            save_login(host, hub, Login(username="me", password="secret"))
+        first = await push(maker, request, quiet)
+        second = await push(maker, PushRequest(tag="base", target=f"{hub}/acme/other"), quiet)
+        assert second["sent_bytes"] < first["sent_bytes"] / 10
+        assert [row["package"] for row in await list_packages(taker, hub)] == ["acme/base", "acme/other"]
+        assert (await check(taker, f"{hub}/acme/other", None))["tag"] == "base"
+        assert (await pull(taker, PullRequest(target="acme/other", hub=hub), quiet))["added"] == ["base"]
+        same(maker, taker, "base")
+        no_leftovers(taker)
+        forget_login(taker, hub)
+        with pytest.raises(Unauthorized):
+            await check(taker, f"{hub}/acme/other", None)
 
 
 @pytest.mark.parametrize("url", ["../../etc/x.tar.zst", "file:///etc/passwd.tar.zst", "oci://evil/x"])

@@ -21,6 +21,7 @@ from forkd.plugins.rootfs_oci.reference import parse_reference
 from forkd.specs.errors import BadInput, BuildFailed
 from forkd.specs.rootfs import ImageConfig, ImageRequest
 from tests.oci_support import Entry, Registry, digest_of, folder, hardlink, running_registry, symlink, tar_of
+from tests.token_server import running_token_server
 
 SMALL = Limits(members=2000, unpacked=8 << 20)
 
@@ -201,6 +202,29 @@ async def test_a_registry_that_asks_for_a_password_gets_the_one_docker_keeps(
         (tmp_path / "config.json").write_text(json.dumps({"auths": {private.address: {"auth": login}}}))
         await build(private.reference("mine"), target)
     assert names(target) == {"file"}
+
+
+async def test_a_registry_that_asks_for_a_token_gets_one_from_where_it_says(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "private"
+    work.mkdir()
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with running_registry(work) as public:
+        public.push_image("team/mine", [tar_of([Entry("file", b"x")])])
+    with running_token_server(work) as tokens, running_registry(work, auth=tokens.auth_config()) as private:
+        reference = private.reference("team/mine")
+        with pytest.raises(BuildFailed, match="401"):
+            await build(reference, target)
+        tokens.may["", "team/mine"] = frozenset({"pull"})
+        (tmp_path / "anybody").mkdir()
+        await build(reference, tmp_path / "anybody")
+        tokens.may["", "team/mine"] = frozenset()
+        login = base64.b64encode(b"me:secret").decode()
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {private.address: {"auth": login}}}))
+        await build(reference, target)
+        assert tokens.asked == [(who, ("repository:team/mine:pull",)) for who in ("", "", "me")]
+    assert names(target) == names(tmp_path / "anybody") == {"file"}
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
