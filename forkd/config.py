@@ -10,6 +10,8 @@ from pathlib import Path
 DEFAULT_URL = "http://127.0.0.1:8889"
 MAX_CHILDREN = 1000
 MAX_VCPUS = 8
+MAX_VOLUMES = 21
+"""A machine has 24 places for devices; rootfs, agent and network take three."""
 MIN_MEM_MIB = 64
 MAX_MEM_MIB = 1024 * 1024
 

@@ -41,6 +41,10 @@ POOL = ipaddress.ip_network("10.201.0.0/16")
 RECORD = "network.json"
 LOCK = Path("/run/forkd-network.lock")
 MAX_ALLOW = 256
+IFF_TAP = 2
+_DEVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,14}")
+HOST_TAP_NETWORK: dict[str, object] = {"address": GUEST, "prefix": PREFIX_LENGTH, "gateway": GATEWAY, "dns": GATEWAY}
+"""What a parent is told whose device leads to a tap of the host: what is behind it is the host's business."""
 _DOMAIN = re.compile(r"(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 
 
@@ -93,6 +97,20 @@ def check_network(mode: str, allow: Sequence[str], *, has_device: bool, root: bo
     if mode == "allowlist":
         raise CapabilityMissing("an allow-list needs root: user-mode networking cannot filter", hint="use nat or none")
     return ["user-mode networking: the guest can reach services on this host's loopback; as root it cannot"]
+
+
+def check_host_tap(name: str) -> str:
+    """The name of a tap device that exists on this host, or BadInput."""
+    try:
+        flags = int((Path("/sys/class/net") / name / "tun_flags").read_text(), 16) if _DEVICE.fullmatch(name) else 0
+    except OSError:
+        flags = 0
+    if not flags & IFF_TAP:
+        raise BadInput(
+            f"there is no tap device {name[:40]!r} on this host",
+            hint="make it (ip tuntap add NAME mode tap), or do without: children have --network nat",
+        )
+    return name
 
 
 class Networks:

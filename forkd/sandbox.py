@@ -14,7 +14,7 @@ import trio
 
 from forkd.canary import Canary
 from forkd.guestlink import GuestLink, ResumeInfo
-from forkd.network import guest_network
+from forkd.network import HOST_TAP_NETWORK, guest_network
 from forkd.processtable import ProcessTable
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import (
@@ -91,6 +91,8 @@ class Plan:
     ready_timeout: float = READY_TIMEOUT
     tap: bool = False
     """Whether its machine has a network device that needs a tap even when it leads nowhere."""
+    host_tap: str | None = None
+    """A tap of the host itself that its network device is to lead to."""
     adopted: Slot | None = None
     """The slot of a machine that runs already: ``start`` connects to it, and its guest stays who it is."""
     waiting: Waiting | None = None
@@ -119,6 +121,8 @@ async def run_sandbox(
         async with runtime.start_limit:
             runtime.slots.limits.apply(plan.info, lenient=plan.adopted is not None)
             slot = await runtime.slots.attach(slot, plan.info, runtime.nursery, runtime.settings.dns, plan.tap)
+            if plan.host_tap is not None:
+                slot = dataclasses.replace(slot, tap=plan.host_tap)
             machine = await plan.start(slot)
             link = await _link_up(runtime, plan, machine)
         plan.info.pid = machine.pid
@@ -162,7 +166,8 @@ async def run_sandbox(
 async def _link_up(runtime: Runtime, plan: Plan, machine: Machine) -> GuestLink:
     """Open the guest link and wait for the resume handshake; the VMM's own end explains a failure best."""
     sync = bytes.fromhex(plan.agent_sync)
-    fresh = dataclasses.replace(ResumeInfo.fresh(plan.id), network=guest_network(plan.info))
+    network = HOST_TAP_NETWORK if plan.host_tap is not None else guest_network(plan.info)
+    fresh = dataclasses.replace(ResumeInfo.fresh(plan.id), network=network)
     resume = fresh if plan.adopted is None else ResumeInfo()
     link = await GuestLink.open(machine.agent, sync, runtime.nursery, resume=resume)
     with trio.move_on_after(plan.ready_timeout):

@@ -85,14 +85,12 @@ def decode(body: bytes) -> PackManifest:
 
 
 def files_of(layer: Snapshot) -> list[tuple[str, str, int]]:
-    """``(kind, digest, size)`` of each file a layer is made of; the disk is last."""
-    found = [
+    """``(kind, digest, size)`` of each file a layer is made of; disks are last, of whatever use ``rootfs`` by kind."""
+    return [
         ("vmstate", layer.vmstate.digest, layer.vmstate.size),
         ("memory", layer.memory.digest, layer.memory.size),
+        *(("rootfs", disk.digest, disk.size) for disk in layer.disks()),
     ]
-    if layer.rootfs is not None:
-        found.append(("rootfs", layer.rootfs.digest, layer.rootfs.size))
-    return found
 
 
 def _without_none(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -18,6 +18,9 @@ TEMPLATE = "template"
 """Capability: a stopped machine can be cloned whole, device state and threads included."""
 IDLE_NIC = "idle_nic"
 """Capability: a machine's network device may be connected to nothing; without it, it needs a tap always."""
+
+VOLUMES = "volumes"
+"""Capability: a machine can have disks besides the rootfs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +60,36 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class VolumeDisk:
+    """A read-only disk besides the rootfs; the guest mounts it at ``guest_path``, for itself to write to or not."""
+
+    path: Path
+    guest_path: str
+    read_only: bool
+
+
+def volume_words(volumes: Sequence[VolumeDisk]) -> list[str]:
+    """What the guest's kernel command line says about volumes: ``forkd.volume=N:ro|rw:PATH``, outer paths first.
+
+    The disk of volume N has the serial number ``forkd-volumeN``; with volumes, that of the rootfs has ``forkd-root``.
+    """
+    rows = sorted(enumerate(volumes), key=lambda row: row[1].guest_path)
+    return [f"forkd.volume={index}:{'ro' if one.read_only else 'rw'}:{one.guest_path}" for index, one in rows]
+
+
+@dataclass(frozen=True, slots=True)
 class BootSpec:
-    """A machine to boot from a kernel. ``agent_sync`` reaches the guest on its command line (formats/agent.md)."""
+    """A machine to boot from a kernel. ``agent_sync`` reaches the guest on its command line (formats/agent.md).
+
+    So do ``volumes``, which only an engine with the capability VOLUMES is given.
+    """
 
     kernel: Path
     initrd: Path
     rootfs: Path
     hardware: Hardware
     agent_sync: str
+    volumes: tuple[VolumeDisk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +103,14 @@ class MemoryImage:
 
 @dataclass(frozen=True, slots=True)
 class RestoreSpec:
-    """A machine to bring back from device state and a memory image, over a read-only disk."""
+    """A machine to bring back from device state and a memory image, over read-only disks."""
 
     vmstate: Path
     memory: MemoryImage
     rootfs: Path | None
     hardware: Hardware
     platform: Platform
+    volumes: tuple[VolumeDisk, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

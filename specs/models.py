@@ -52,6 +52,15 @@ class ParentRef(msgspec.Struct, frozen=True, kw_only=True):
     content: str
 
 
+class Volume(msgspec.Struct, frozen=True, kw_only=True):
+    """A disk besides the rootfs, and where the guest has it. It is never written to: what a guest writes to one that is
+    not ``read_only`` stays in its own RAM."""
+
+    disk: FileRef
+    guest_path: str
+    read_only: bool = False
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """``snapshot.json``: written last, so a directory that has it is whole."""
 
@@ -74,6 +83,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     capture_ms: float | None = None
     labels: dict[str, str] = {}
     source: dict[str, Any] | None = None
+    volumes: list[Volume] = []
+
+    def disks(self) -> list[FileRef]:
+        """The disks it needs, each once."""
+        found = [self.rootfs] if self.rootfs is not None else []
+        return list(dict.fromkeys([*found, *(volume.disk for volume in self.volumes)]))
 
 
 class SnapshotInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -105,6 +120,7 @@ class SnapshotInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     pinned: bool = False
     source: dict[str, Any] | None = None
+    volumes: list[Volume] = []
 
 
 class PruneRow(msgspec.Struct, kw_only=True):

@@ -5,8 +5,19 @@ from __future__ import annotations
 import msgspec
 
 
+class VolumeRequest(msgspec.Struct, kw_only=True):
+    """An ext4 image of the host, and where the guest shall have it. The image is never written to."""
+
+    host_path: str
+    guest_path: str
+    read_only: bool = False
+
+
 class CreateSnapshot(msgspec.Struct, kw_only=True):
-    """Boot a parent and capture it: from an ``image`` reference, or from ``rootfs`` (and ``kernel``) files."""
+    """Boot a parent and capture it: from an ``image`` reference, or from ``rootfs`` (and ``kernel``) files.
+
+    ``tap`` is a device of the host that leads to the network while it boots and warms up; its children have their own.
+    """
 
     tag: str
     image: str | None = None
@@ -21,6 +32,7 @@ class CreateSnapshot(msgspec.Struct, kw_only=True):
     mem_size_mib: int = 512
     vcpus: int = 1
     warmup: list[str] = []
+    volumes: list[VolumeRequest] = []
     labels: dict[str, str] = {}
 
 

@@ -23,6 +23,15 @@ from forkd.cli.common import json_option, print_json, progress_bar, with_control
 @click.option("--boot-wait-secs", default=0.0, show_default=True, help="Extra seconds to let the guest settle.")
 @click.option("--mem-size-mib", default=512, show_default=True, help="RAM of the machine.")
 @click.option("--vcpus", default=1, show_default=True, help="Virtual CPUs, 1 to 8.")
+@click.option(
+    "--volume",
+    "volumes",
+    multiple=True,
+    metavar="HOST:GUEST[:ro|rw]",
+    help="An ext4 image of the host, mounted in the guest at GUEST; repeatable. The image is never written: with rw, "
+    "the default, each child keeps what it writes in its own RAM.",
+)
+@click.option("--tap", envvar="FORKD_TAP", help="A tap device of the host for its network while it boots and warms up.")
 @click.option("--warmup", multiple=True, help="Python to run in the warm interpreter first; repeatable.")
 @json_option
 def command(
@@ -36,6 +45,8 @@ def command(
     boot_wait_secs: float,
     mem_size_mib: int,
     vcpus: int,
+    volumes: tuple[str, ...],
+    tap: str | None,
     warmup: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -62,11 +73,24 @@ def command(
         "boot_wait_secs": boot_wait_secs,
         "mem_size_mib": mem_size_mib,
         "vcpus": vcpus,
+        "volumes": [_volume(text) for text in volumes],
+        "tap": tap,
         "warmup": list(warmup),
     }
     with progress_bar() as progress:
         info = with_controller(lambda controller: controller.create_snapshot(tag, progress, **fields))
     show(info, as_json)
+
+
+def _volume(text: str) -> dict[str, Any]:
+    """A volume as it is written on the command line; host paths may have colons."""
+    rest, _, mode = text.rpartition(":")
+    if mode not in ("ro", "rw"):
+        rest, mode = text, "rw"
+    host, _, guest = rest.rpartition(":")
+    if not host or not guest:
+        raise click.UsageError(f"--volume {text!r} is not HOST:GUEST[:ro|rw]")
+    return {"host_path": os.path.abspath(host), "guest_path": guest, "read_only": mode == "ro"}
 
 
 def show(info: dict[str, Any], as_json: bool) -> None:

@@ -166,6 +166,7 @@ class _Branch:
             vmstate=captured.vmstate,
             memory=captured.memory,
             rootfs=source.rootfs,
+            volumes=source.volumes,
             kernel=source.kernel,
             agent_sync=source.agent_sync,
             parent=parent,

@@ -57,8 +57,8 @@ def describe(runtime: Runtime, entry: Stored | Broken) -> SnapshotInfo:
     warning = None
     try:
         entry.check_files()
-        if manifest.rootfs is not None:
-            runtime.disks.find(manifest.rootfs)
+        for disk in manifest.disks():
+            runtime.disks.find(disk)
     except SnapshotBroken as error:
         warning = f"snapshot is not bootable: {error.message}"
     physical = physical_bytes(entry.memory) + physical_bytes(entry.vmstate) if warning is None else None
@@ -89,18 +89,19 @@ def describe(runtime: Runtime, entry: Stored | Broken) -> SnapshotInfo:
         labels=manifest.labels,
         pinned=entry.pinned,
         source=manifest.source,
+        volumes=manifest.volumes,
     )
 
 
 def _logical_bytes(manifest: Snapshot) -> int:
-    """What a snapshot would take alone and without holes: RAM, device state and disk."""
-    disk = manifest.rootfs.size if manifest.rootfs is not None else 0
-    return (manifest.hardware.mem_mib << 20) + manifest.vmstate.size + disk
+    """What a snapshot would take alone and without holes: RAM, device state and disks."""
+    disks = sum(disk.size for disk in manifest.disks())
+    return (manifest.hardware.mem_mib << 20) + manifest.vmstate.size + disks
 
 
 def _shared_bytes(runtime: Runtime, manifest: Snapshot) -> int:
-    """What it uses but does not own alone: its disk and the memory of the snapshots it builds on."""
-    shared = physical_bytes(runtime.disks.find(manifest.rootfs)) if manifest.rootfs is not None else 0
+    """What it uses but does not own alone: its disks and the memory of the snapshots it builds on."""
+    shared = sum(physical_bytes(runtime.disks.find(disk)) for disk in manifest.disks())
     try:
         ancestors = resolve(runtime.snapshots, manifest.tag)[:-1]
         return shared + sum(physical_bytes(layer.memory) for layer in ancestors)

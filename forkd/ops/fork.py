@@ -13,6 +13,7 @@ from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
 from forkd.network import check_network
 from forkd.ops.prewarm import prewarm
+from forkd.ops.volumes import volume_disks
 from forkd.pool import Waiting
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
@@ -217,11 +218,12 @@ async def prepare(runtime: Runtime, tag: str, options: ForkOptions) -> Prepared:
     engine = runtime.engine(manifest.platform.engine)
     engine.check(manifest.platform, await engine.describe())
     rootfs = runtime.disks.find(manifest.rootfs) if manifest.rootfs else None
+    volumes = await volume_disks(runtime, engine, manifest.volumes)
     size = manifest.hardware.mem_mib << 20
     backend = runtime.plugins.memory_backend(options.memory_backend)
     image = await runtime.images.image(layers)
     lease = await backend.lease(image, size, hugepages=options.hugepages)
-    spec = RestoreSpec(stored.vmstate, lease.image, rootfs, manifest.hardware, manifest.platform)
+    spec = RestoreSpec(stored.vmstate, lease.image, rootfs, manifest.hardware, manifest.platform, volumes)
     return Prepared(stored, Recipe(manifest.content, manifest.agent_sync, engine, spec), lease)
 
 

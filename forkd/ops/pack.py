@@ -56,11 +56,10 @@ def sources_of(runtime: Runtime, layers: list[Stored]) -> list[Source]:
     """The different files of a chain, root first, disks last."""
     found: dict[tuple[str, str], Source] = {}
     for layer in layers:
-        paths = {"vmstate": layer.vmstate, "memory": layer.memory}
-        if layer.manifest.rootfs is not None:
-            paths["rootfs"] = runtime.disks.find(layer.manifest.rootfs)
+        paths = {layer.manifest.vmstate.digest: layer.vmstate, layer.manifest.memory.digest: layer.memory}
+        paths |= {disk.digest: runtime.disks.find(disk) for disk in layer.manifest.disks()}
         for kind, digest, size in manifests.files_of(layer.manifest):
-            found.setdefault((kind, digest), Source(kind, digest, size, paths[kind]))
+            found.setdefault((kind, digest), Source(kind, digest, size, paths[digest]))
     return sorted(found.values(), key=lambda source: source.kind == "rootfs")
 
 

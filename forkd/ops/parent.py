@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forkd.network import check_host_tap
 from forkd.ops.build import build_rootfs
 from forkd.ops.lifecycle import check_pairs
 from forkd.ops.setup import kernel_files
 from forkd.ops.snapshot import ParentSpec, check_hardware, snapshot_parent
+from forkd.ops.volumes import check_volumes, take_in
 from forkd.provision import add_kernel
 from forkd.runtime import Progress, Runtime
 from forkd.specs.errors import BadInput, TagTaken
@@ -30,6 +32,9 @@ async def create_parent(runtime: Runtime, request: CreateSnapshot, progress: Pro
         raise TagTaken(
             f"snapshot {request.tag!r} exists already", hint=f"pick another tag, or remove it: forkd rmi {request.tag}"
         )
+    check_volumes(request.volumes)
+    if request.tap is not None:
+        check_host_tap(request.tap)
     if request.kernel is not None:
         initrd = Path(request.initrd) if request.initrd is not None else None
         kernel = await add_kernel(runtime.settings.data_dir, Path(request.kernel), initrd, progress)
@@ -44,6 +49,8 @@ async def create_parent(runtime: Runtime, request: CreateSnapshot, progress: Pro
         warmup=tuple(request.warmup),
         settle=request.boot_wait_secs,
         labels=request.labels,
+        volumes=await take_in(runtime, request.volumes, progress),
+        tap=request.tap,
     )
     return await snapshot_parent(runtime, spec, progress)
 

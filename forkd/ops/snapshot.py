@@ -11,13 +11,14 @@ import trio
 
 from forkd import __version__, config
 from forkd.ops.capture import capture_into_stage
+from forkd.ops.volumes import volume_disks
 from forkd.provision import KernelFiles
 from forkd.runtime import Progress, Runtime
 from forkd.sandbox import Plan, Sandbox, end_sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
 from forkd.specs.engine import IDLE_NIC, BootSpec, Machine, Slot
 from forkd.specs.errors import BadInput, EngineError, GuestError
-from forkd.specs.models import FileRef, Hardware, SandboxInfo, Snapshot
+from forkd.specs.models import FileRef, Hardware, SandboxInfo, Snapshot, Volume
 from forkd.store.snapshots import Stored
 
 BOOT_ATTEMPTS = 2
@@ -35,6 +36,8 @@ class ParentSpec:
     warmup: tuple[str, ...] = ()
     settle: float = 0.0
     labels: dict[str, str] = field(default_factory=dict)
+    volumes: tuple[Volume, ...] = ()
+    tap: str | None = None
 
 
 def check_hardware(vcpus: int, mem_mib: int) -> Hardware:
@@ -59,9 +62,10 @@ async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress
         # Every parent can be networked later; a device that needs a tap needs root.
         network = IDLE_NIC in here.capabilities or runtime.slots.networks.root
         hardware = msgspec.structs.replace(spec.hardware, network=network)
-        boot = BootSpec(spec.kernel.kernel, spec.kernel.initrd, rootfs, hardware, sync)
+        volumes = await volume_disks(runtime, engine, spec.volumes)
+        boot = BootSpec(spec.kernel.kernel, spec.kernel.initrd, rootfs, hardware, sync, volumes)
         progress(f"booting ({here.platform.engine}, {here.platform.accelerator})", None)
-        parent = await boot_machine(runtime, boot)
+        parent = await boot_machine(runtime, boot, spec.tap)
         try:
             for code in spec.warmup:
                 progress(f"warming: {code}", None)
@@ -87,6 +91,7 @@ async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress
             agent_sync=sync,
             image=spec.image,
             labels=spec.labels,
+            volumes=list(spec.volumes),
         )
         progress("writing to disk", None)
         stored = await trio.to_thread.run_sync(stage.commit, captured.seal(manifest))
@@ -98,7 +103,7 @@ async def snapshot_parent(runtime: Runtime, spec: ParentSpec, progress: Progress
     return stored
 
 
-async def boot_machine(runtime: Runtime, spec: BootSpec) -> Sandbox:
+async def boot_machine(runtime: Runtime, spec: BootSpec, host_tap: str | None = None) -> Sandbox:
     """Boot with a deadline and one more try: a guest on a busy host may lose its first race with the clock."""
     for attempt in range(1, BOOT_ATTEMPTS + 1):
         sandbox_id = new_sandbox_id()
@@ -107,8 +112,12 @@ async def boot_machine(runtime: Runtime, spec: BootSpec) -> Sandbox:
             return await runtime.engine().boot(spec, slot)
 
         info = SandboxInfo(id=sandbox_id, snapshot_tag="", created_at_unix=int(time.time()), spawned_by="boot")
-        tap = spec.hardware.network and IDLE_NIC not in (await runtime.engine().describe()).capabilities
-        plan = Plan(sandbox_id, start, spec.agent_sync, info, None, runtime.settings.boot_timeout, tap=tap)
+        tap = (
+            host_tap is None
+            and spec.hardware.network
+            and IDLE_NIC not in (await runtime.engine().describe()).capabilities
+        )
+        plan = Plan(sandbox_id, start, spec.agent_sync, info, None, runtime.settings.boot_timeout, tap, host_tap)
         try:
             sandbox: Sandbox = await runtime.nursery.start(run_sandbox, runtime, plan)
             return sandbox

@@ -120,8 +120,7 @@ def _local_files(runtime: Runtime, missing: list[Snapshot], here: Mapping[str, S
         found[stored.manifest.vmstate.digest] = stored.vmstate
         found[stored.manifest.memory.digest] = stored.memory
     for layer in missing:
-        if layer.rootfs is not None and runtime.disks.has(layer.rootfs):
-            found[layer.rootfs.digest] = runtime.disks.find(layer.rootfs)
+        found |= {disk.digest: runtime.disks.find(disk) for disk in layer.disks() if runtime.disks.has(disk)}
     return found
 
 
@@ -194,8 +193,9 @@ def _check_ram(layer: Snapshot, staged: Mapping[str, Path]) -> None:
 
 def _commit(runtime: Runtime, plan: Plan, staged: Mapping[str, Path], source: dict[str, Any]) -> None:
     for layer in plan.layers:
-        if layer.rootfs is not None and staged[layer.rootfs.digest].exists():
-            runtime.disks.adopt(staged[layer.rootfs.digest], layer.rootfs)
+        for disk in layer.disks():
+            if staged[disk.digest].exists():
+                runtime.disks.adopt(staged[disk.digest], disk)
     if plan.replaced is not None:
         trio.from_thread.run(remove_snapshot, runtime, plan.replaced)
     for layer in plan.layers:

@@ -232,7 +232,16 @@ class SnapshotStore:
 def content_id(manifest: Snapshot) -> str:
     """The identity of what a snapshot holds, whatever it is called and wherever it is."""
     parent = manifest.parent.content if manifest.parent else None
-    parts = (manifest.vmstate.digest, manifest.memory, parent, manifest.rootfs, manifest.hardware, manifest.platform)
+    parts: list[object] = [
+        manifest.vmstate.digest,
+        manifest.memory,
+        parent,
+        manifest.rootfs,
+        manifest.hardware,
+        manifest.platform,
+    ]
+    if manifest.volumes:
+        parts.append(manifest.volumes)
     return "sha256:" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from forkd.specs.engine import BootSpec, RestoreSpec, Slot
+from forkd.specs.engine import BootSpec, RestoreSpec, Slot, VolumeDisk, volume_words
 from forkd.specs.models import Hardware
 
 MACHINE = "microvm"
@@ -28,6 +28,7 @@ def boot_command(
     ram = f"memory-backend-memfd,id=ram,size={spec.hardware.mem_mib}M,share=off"
     return [
         *_machine(qemu, accel, spec.hardware, spec.rootfs, fds),
+        *_volumes(spec.volumes),
         *_network(spec.hardware, slot),
         *("-object", ram),
         *("-chardev", f"file,id=console,path={_escape(str(console))}"),
@@ -42,6 +43,7 @@ def restore_command(
     backend = f"memory-backend-file,id=ram,size={spec.memory.size},share=off,mem-path={_escape(spec.memory.path)}"
     return [
         *_machine(qemu, accel, spec.hardware, spec.rootfs, fds),
+        *_volumes(spec.volumes),
         *_network(spec.hardware, slot),
         *("-object", backend),
         *("-chardev", f"ringbuf,id=console,size={CONSOLE_BYTES}"),
@@ -72,6 +74,7 @@ def kernel_command_line(accel: str, tsc_khz: int, spec: BootSpec) -> list[str]:
         "psi=0",
         "8250.nr_uarts=1",
         f"forkd.sync={spec.agent_sync}",
+        *volume_words(spec.volumes),
     ]
     if accel == "tcg":
         # Without these a guest under load hangs at boot, or ticks 250 times a second when idle.
@@ -103,9 +106,20 @@ def _machine(qemu: Sequence[str], accel: str, hardware: Hardware, rootfs: Path |
         *("-device", "virtserialport,chardev=agent,name=forkd.agent,nr=1"),
     ]
     if rootfs is not None:
-        disk = f"driver=raw,node-name=root,read-only=on,file.driver=file,file.locking=off,file.filename={rootfs}"
-        command += ["-blockdev", _escape_blockdev(disk, rootfs), "-device", "virtio-blk-device,drive=root"]
+        command += _disk("root", rootfs)
     return command
+
+
+def _volumes(volumes: Sequence[VolumeDisk]) -> list[str]:
+    return [word for index, volume in enumerate(volumes) for word in _disk(f"volume{index}", volume.path)]
+
+
+def _disk(name: str, path: Path) -> list[str]:
+    """A read-only disk that the guest knows by its serial number: what it is called there depends on the machine."""
+    disk = (
+        f"driver=raw,node-name={name},read-only=on,file.driver=file,file.locking=off,file.filename={_escape(str(path))}"
+    )
+    return ["-blockdev", disk, "-device", f"virtio-blk-device,drive={name},serial=forkd-{name}"]
 
 
 def _network(hardware: Hardware, slot: Slot) -> list[str]:
@@ -129,7 +143,3 @@ def _network(hardware: Hardware, slot: Slot) -> list[str]:
 
 def _escape(value: str) -> str:
     return value.replace(",", ",,")
-
-
-def _escape_blockdev(option: str, path: Path) -> str:
-    return option.replace(str(path), _escape(str(path)))

@@ -20,6 +20,7 @@ from forkd.specs.engine import (
     GHOST,
     IDLE_NIC,
     TEMPLATE,
+    VOLUMES,
     BootSpec,
     EngineContext,
     EngineInfo,
@@ -63,7 +64,7 @@ class QemuEngine:
                 arch=host_platform.machine(),
                 tsc_khz=facts.tsc_khz,
             )
-            capabilities = {GHOST, IDLE_NIC, TEMPLATE} if accel == "tcg" else {GHOST, IDLE_NIC}
+            capabilities = {GHOST, IDLE_NIC, VOLUMES} | ({TEMPLATE} if accel == "tcg" else set())
             self._info = EngineInfo(platform, frozenset(capabilities), why)
         return self._info
 
@@ -96,7 +97,7 @@ class QemuEngine:
         try:
             fds = Fds(*launch.prepare())
             console = slot.directory / CONSOLE
-            qemu = self._for(slot, spec.rootfs)
+            qemu = self._for(slot, spec.rootfs, *(volume.path for volume in spec.volumes))
             launch.start(command.boot_command(qemu, accel, tsc, spec, slot, fds, console))
             return await launch.handshake(BOOT_RAM, spec.hardware.mem_mib << 20)
         except BaseException:
@@ -110,7 +111,7 @@ class QemuEngine:
         vmstate = os.open(spec.vmstate, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fds = Fds(*launch.prepare())
-            qemu = self._for(slot, spec.rootfs)
+            qemu = self._for(slot, spec.rootfs, *(volume.path for volume in spec.volumes))
             line = command.restore_command(qemu, info.platform.accelerator, spec, slot, fds, vmstate)
             launch.start(line, (vmstate,))
             machine = await launch.handshake(spec.memory.path, spec.memory.size)
@@ -122,7 +123,7 @@ class QemuEngine:
         finally:
             os.close(vmstate)
 
-    def _for(self, slot: Slot, rootfs: Path | None) -> list[str]:
+    def _for(self, slot: Slot, *disks: Path | None) -> list[str]:
         """QEMU for this slot: as a user of its own, where it may be one.
 
         Not where it must end with its owner: the kernel takes a process's death signal when that changes its user.
@@ -131,8 +132,9 @@ class QemuEngine:
             return self._qemu
         user = user_of(self._users, slot.id)
         give_slot(slot.directory, user)
-        if rootfs is not None:
-            let_read(rootfs)  # a clone opens its disk anew, as the user it is
+        for disk in disks:
+            if disk is not None:
+                let_read(disk)  # a clone opens its disks anew, as the user it is
         return as_user(self._qemu, user, self._info.platform.engine_version)
 
     async def freeze(self, machine: Machine, slot: Slot, *, resume: bool) -> QemuTemplate:

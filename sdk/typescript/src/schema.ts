@@ -63,7 +63,7 @@ export interface CreateSandboxes {
   idle_pause_secs?: number | null;
 }
 
-/** Boot a parent and capture it: from an `image` reference, or from `rootfs` (and `kernel`) files. */
+/** Boot a parent and capture it: from an `image` reference, or from `rootfs` (and `kernel`) files. `tap` is a device of the host that leads to the network while it boots and warms up; its children have their own. */
 export interface CreateSnapshot {
   tag: string;
   image?: string | null;
@@ -78,6 +78,7 @@ export interface CreateSnapshot {
   mem_size_mib?: number;
   vcpus?: number;
   warmup?: string[];
+  volumes?: VolumeRequest[];
   labels?: Record<string, string>;
 }
 
@@ -201,6 +202,12 @@ export interface FileEntry {
   gid: number;
   target?: string | null;
   name_b64?: string | null;
+}
+
+/** A file of the store by content: `digest` is `sha256:…` (plain) or `sparse256:…` (formats/delta.md). */
+export interface FileRef {
+  digest: string;
+  size: number;
 }
 
 /** Fork `n` children of `source`, a running sandbox (by id or name) or a snapshot (by tag). `all_children` is for every child, `per_child` for the first, second … besides. `mode` (full, diff, live) branches a running source into a snapshot first; without it nothing is written. `on_partial` is keep or rollback. */
@@ -517,6 +524,7 @@ export interface SnapshotInfo {
   labels?: Record<string, string>;
   pinned?: boolean;
   source?: Record<string, unknown> | null;
+  volumes?: Volume[];
 }
 
 /** Start a command that outlives the request: `args`, or `shell` for a line of shell. `stdin`: input will be sent, else it reads /dev/null. `pty` gives it a terminal. `tag` is another way to name it. Without `timeout_secs` it may run for ever. */
@@ -570,6 +578,20 @@ export interface UpdateSandbox {
 export interface UpdateSnapshot {
   pinned?: boolean | null;
   labels?: Record<string, string> | null;
+}
+
+/** A disk besides the rootfs, and where the guest has it. It is never written to: what a guest writes to one that is not `read_only` stays in its own RAM. */
+export interface Volume {
+  disk: FileRef;
+  guest_path: string;
+  read_only?: boolean;
+}
+
+/** An ext4 image of the host, and where the guest shall have it. The image is never written to. */
+export interface VolumeRequest {
+  host_path: string;
+  guest_path: string;
+  read_only?: boolean;
 }
 
 /** A change below a directory: `type` is create, write, remove, rename, chmod, or overflow (events were lost). */
