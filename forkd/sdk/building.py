@@ -11,7 +11,7 @@ import trio
 
 from forkd.sdk.async_controller import AsyncController, OnProgress
 from forkd.sdk.recipe import Check, Defaults, Evaluate, Files, Recipe, Run, Step, Warm, read_file, step_key
-from forkd.specs.errors import BuildFailed
+from forkd.specs.errors import BuildFailed, TagTaken
 
 FORMAT = "1"
 TAIL = 2000
@@ -30,9 +30,12 @@ async def build_recipe(
     """Build ``recipe`` as the snapshot ``tag``; the answer has ``steps``: title, tag and whether it was cached.
 
     Steps stay as snapshots named ``build-…``, each of which can be forked; the result stands alone. Raises BuildFailed
-    with the step's own last words, ControllerError for what the daemon refuses.
+    with the step's own last words, TagTaken before anything is done, ControllerError for what the daemon refuses.
     """
-    known = {row["tag"] for row in await controller.list_snapshots() if row["bootable"]}
+    there = await controller.list_snapshots()
+    if not replace and any(row["tag"] == tag for row in there):
+        raise TagTaken(f"snapshot {tag!r} exists already", hint="replace it with --replace, or give another --tag")
+    known = {row["tag"] for row in there if row["bootable"]}
     disk = await controller.build_rootfs(
         recipe.image, on_progress, extras=list(recipe.packages), size_mib=recipe.size_mib
     )
