@@ -50,10 +50,12 @@ def data_dir() -> Path:
 
 
 def remove_outdated_parent(path: Path) -> None:
-    """A parent has the agent it was made with in its memory: one with another agent is made anew."""
+    """A parent has the agent and the machine it was made with: with another it is made anew."""
     import hashlib
 
-    agent = hashlib.sha256((ROOT / "guest" / "agent.py").read_bytes()).hexdigest()
+    from forkd.plugins.engine_qemu.command import MODEL, TCG_CPU
+
+    agent = hashlib.sha256((ROOT / "guest" / "agent.py").read_bytes() + (TCG_CPU + MODEL).encode()).hexdigest()
     stamp = path / "parent.agent"
     if (path / "snapshots" / PARENT).exists() and (not stamp.exists() or stamp.read_text() != agent):
         run_forkd(path, "rmi", "--force", PARENT)

@@ -11,7 +11,8 @@ from forkd.specs.models import Hardware
 MACHINE = "microvm"
 MODEL = "microvm-nopit"
 """What the machine is called in snapshots: state of one loads only into one with the same devices."""
-TCG_CPU = "qemu64,+arat,+rdrand"
+TCG_CPU = "qemu64,+arat,+rdrand,+3dnow,+3dnowext"
+"""By its family it is an Opteron: OpenBLAS (of PyPI's numpy) then uses 3DNow without asking whether it is there."""
 KVM_CPU = "host"
 CONSOLE_BYTES = 65536
 SANDBOX = ("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny")
