@@ -125,8 +125,18 @@ def _die_with_launcher() -> None:
     launcher = os.getppid()
     # SAFETY: prctl reads two integers and touches nothing of ours; the signal is for this process alone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it died before we asked
+    if os.getppid() != launcher or not _is_ours(launcher):  # it died before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether a process runs the program we run, as our launcher does; who may not look takes it for that."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe")
+    except PermissionError:
+        return True
+    except FileNotFoundError:
+        return False
 
 
 def _own(unpacked: Path) -> None:
