@@ -114,7 +114,8 @@ async def _through_a_snapshot(
     runtime: Runtime, sandbox: Sandbox, n: int, options: ForkOptions, reason: str
 ) -> list[Child]:
     tag = f"fork-{sandbox.id}-{secrets.token_hex(2)}"
-    info = await branch(runtime, sandbox.id, BranchRequest(tag=tag, mode="diff"))
+    labels = {**sandbox.info.labels, "made_by": "fork"}  # so that retention finds those whose children are gone
+    info = await branch(runtime, sandbox.id, BranchRequest(tag=tag, mode="diff", labels=labels))
     warning = f"forked through the snapshot {tag}: {reason}"
     chosen = replace(options, spawn="restore", warnings=(*options.warnings, warning))
     return [replace(child, pause_ms=info.pause_exact_ms) for child in await fork(runtime, tag, n, chosen)]
