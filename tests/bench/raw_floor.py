@@ -27,7 +27,7 @@ def command(manifest: dict, memory: str, rootfs: str, qmp: int, agent: int, vmst
     network = "virtio-net-device,mac=02:f0:4b:d0:00:02," + ",".join(f"{name}=off" for name in features.split())
     return [
         "qemu-system-x86_64",
-        *("-M", "microvm,memory-backend=ram,accel=tcg,suppress-vmdesc=on,rtc=on,pic=on,pit=on"),
+        *("-M", "microvm,memory-backend=ram,accel=tcg,suppress-vmdesc=on,rtc=on,pic=on,pit=off"),
         *("-cpu", manifest["platform"]["cpu"], "-smp", str(hardware["vcpus"]), "-m", f"{hardware['mem_mib']}M"),
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         *("-global", "migration.send-configuration=off"),
