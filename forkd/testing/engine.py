@@ -20,6 +20,7 @@ from forkd.specs.engine import (
     GHOST,
     IDLE_NIC,
     TEMPLATE,
+    VOLUMES,
     BootSpec,
     Engine,
     EngineContext,
@@ -81,7 +82,7 @@ class EngineContract:
         info = await engine.describe()
         assert info.platform.engine == engine.name
         assert info.platform.engine_version
-        assert info.capabilities <= {GHOST, TEMPLATE, IDLE_NIC}
+        assert info.capabilities <= {GHOST, TEMPLATE, IDLE_NIC, VOLUMES}
         assert info.why
         assert await engine.describe() == info
 
