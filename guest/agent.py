@@ -1412,8 +1412,11 @@ class Machine:
         socket.sethostname(name)
 
     def set_machine_id(self, machine_id):
-        with open("/etc/machine-id", "w") as file:
-            file.write(machine_id + "\n")
+        fd = os.open("/etc/machine-id", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            write_all(fd, machine_id.encode() + b"\n")
+        finally:
+            os.close(fd)
 
     def set_network(self, network):
         """Give the first real interface its address, route and resolver."""
