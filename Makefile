@@ -10,8 +10,11 @@ demo: setup
 	$(BIN)/forkd quickstart -n 10
 
 # Cases boot real machines on hosts of any load: one that fails is tried once more, and named as a rerun if it then passes.
+# Then the cases of the command line, of forks and of branches again on the binary; make test-binary runs all of them.
 test: setup lint dist/forkd
 	$(BIN)/python -m pytest -q --reruns 1
+	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q --reruns 1 tests/unit/cli tests/vm/test_cli_daemon.py \
+		tests/vm/test_cli_refusals.py tests/vm/test_fork.py tests/vm/test_branch.py
 
 setup: deps $(READY)
 
