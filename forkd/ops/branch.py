@@ -31,6 +31,21 @@ def mode_name(request: BranchRequest) -> str:
     return request.mode or {"diff": "diff", "live": "live"}.get(legacy[0] if legacy else "", "full")
 
 
+def source_of(sandbox: Sandbox) -> Stored:
+    """The snapshot a sandbox was forked from. Raises BadInput for a parent that is being made, which has none."""
+    if sandbox.source is None:
+        raise BadInput(f"sandbox {sandbox.id} was not forked from a snapshot")
+    return sandbox.source
+
+
+async def quickest_mode(runtime: Runtime, sandbox: Sandbox) -> BranchMode:
+    """The mode that holds a sandbox up least, of those its engine is able to."""
+    live = runtime.plugins.branch_mode("live")
+    engine = runtime.engine(source_of(sandbox).manifest.platform.engine)
+    capable = live.needs <= (await engine.describe()).capabilities
+    return live if capable else runtime.plugins.branch_mode("diff")
+
+
 async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step: Step = no_step) -> SnapshotInfo:
     """Capture a sandbox. With ``wait=false`` returns when the source runs again, with status ``writing``."""
     mode = runtime.plugins.branch_mode(mode_name(request))
@@ -60,9 +75,7 @@ async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step
 
 
 async def _source(runtime: Runtime, sandbox: Sandbox, mode: BranchMode, request: BranchRequest) -> Stored:
-    source = sandbox.source
-    if source is None:
-        raise BadInput(f"sandbox {sandbox.id} was not forked from a snapshot")
+    source = source_of(sandbox)
     if request.parent_tag is not None and (request.parent_tag != source.manifest.tag or mode.name == "full"):
         raise BadInput(
             f"parent_tag is {request.parent_tag!r}, but the source was forked from {source.manifest.tag!r}",

@@ -9,7 +9,7 @@ import trio
 
 from forkd.config import MAX_CHILDREN
 from forkd.ops.awake import awake
-from forkd.ops.branch import branch
+from forkd.ops.branch import branch, quickest_mode
 from forkd.ops.fork import Child, ForkOptions, fork
 from forkd.ops.fork_running import fork_running
 from forkd.ops.lifecycle import check_details, dress
@@ -116,7 +116,8 @@ async def _children(runtime: Runtime, request: ForkRequest) -> list[Child]:
         if request.mode is None and request.network == "none":
             children = await fork_running(runtime, sandbox.id, request.n, options)
         else:
-            taken = await branch(runtime, sandbox.id, BranchRequest(mode=request.mode or "live"))
+            mode = request.mode or (await quickest_mode(runtime, sandbox)).name
+            taken = await branch(runtime, sandbox.id, BranchRequest(mode=mode))
             children = await fork(runtime, taken.tag, request.n, options)
     for child in children:
         if child.sandbox is not None:

@@ -10,7 +10,7 @@ import trio
 
 from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
-from forkd.ops.branch import branch
+from forkd.ops.branch import branch, quickest_mode, source_of
 from forkd.ops.fork import Child, ForkOptions, fork
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
@@ -33,10 +33,9 @@ async def fork_running(runtime: Runtime, sandbox_id: str, n: int, options: ForkO
     if not 1 <= n <= MAX_CHILDREN:
         raise BadInput(f"{n} children are not possible", hint=f"give 1 to {MAX_CHILDREN}")
     sandbox = runtime.sandbox(sandbox_id)
-    if sandbox.source is None:
-        raise BadInput(f"sandbox {sandbox.id} was not forked from a snapshot")
+    source = source_of(sandbox)
     chosen = options or ForkOptions()
-    engine = runtime.engine(sandbox.source.manifest.platform.engine)
+    engine = runtime.engine(source.manifest.platform.engine)
     try:
         if not isinstance(engine, TemplateEngine) or TEMPLATE not in (await engine.describe()).capabilities:
             raise TemplateRefused("this engine cannot clone machines here")
@@ -72,12 +71,11 @@ async def _clone(
     options: ForkOptions,
 ) -> list[Child]:
     children = [Child(index, None, None) for index in range(n)]
-    assert sandbox.source is not None
-    sync = sandbox.source.manifest.agent_sync
+    source = source_of(sandbox)
 
     async def one(index: int) -> None:
         info = _info(sandbox, options)
-        plan = Plan(info.id, template.clone, sync, info, sandbox.source, canary=canary)
+        plan = Plan(info.id, template.clone, source.manifest.agent_sync, info, source, canary=canary)
         try:
             children[index] = Child(
                 index, await runtime.nursery.start(run_sandbox, runtime, plan), None, template.pause_ms
@@ -115,7 +113,8 @@ async def _through_a_snapshot(
 ) -> list[Child]:
     tag = f"fork-{sandbox.id}-{secrets.token_hex(2)}"
     labels = {**sandbox.info.labels, "made_by": "fork"}  # so that retention finds those whose children are gone
-    info = await branch(runtime, sandbox.id, BranchRequest(tag=tag, mode="diff", labels=labels))
+    mode = (await quickest_mode(runtime, sandbox)).name
+    info = await branch(runtime, sandbox.id, BranchRequest(tag=tag, mode=mode, labels=labels))
     warning = f"forked through the snapshot {tag}: {reason}"
     chosen = replace(options, spawn="restore", warnings=(*options.warnings, warning))
     return [replace(child, pause_ms=info.pause_exact_ms) for child in await fork(runtime, tag, n, chosen)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import trio
 
+from forkd.ops.branch import quickest_mode
 from forkd.ops.capture import no_step
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
-from forkd.specs.branch import BranchMode
 from forkd.specs.errors import ForkdError
 from forkd.store.capture import StageSink
 from forkd.store.files import remove_tree
@@ -23,7 +23,7 @@ async def prewarm(runtime: Runtime, sandbox: Sandbox) -> None:
     scratch = sandbox.slot.directory / "prewarm"
     try:
         scratch.mkdir()
-        mode = await _quickest_mode(runtime, manifest.platform.engine)
+        mode = await quickest_mode(runtime, sandbox)
         async with sandbox.capturing:
             await mode.capture(sandbox.machine, StageSink(scratch, manifest.hardware.mem_mib << 20), no_step)
     except (ForkdError, OSError) as error:
@@ -31,9 +31,3 @@ async def prewarm(runtime: Runtime, sandbox: Sandbox) -> None:
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(remove_tree, scratch)
-
-
-async def _quickest_mode(runtime: Runtime, engine: str) -> BranchMode:
-    live = runtime.plugins.branch_mode("live")
-    capable = live.needs <= (await runtime.engine(engine).describe()).capabilities
-    return live if capable else runtime.plugins.branch_mode("diff")

@@ -154,7 +154,9 @@ class QemuEngine:
             await qmp.negotiate()
         except OSError as error:
             raise MachineGone(f"VMM {pid} of {slot.id} does not answer: {error}") from error
-        return QemuMachine(process, qmp, agent, slot, *_ram(pid))
+        machine = QemuMachine(process, qmp, agent, slot, *_ram(pid))
+        await machine.look_for_lent()
+        return machine
 
 
 def _minor(version: str) -> str:

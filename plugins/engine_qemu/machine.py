@@ -49,6 +49,7 @@ class QemuMachine:
         self._slot = slot
         self._ram = ram
         self._ram_size = ram_size
+        self._lent = False  # QEMU holds a descriptor that device state was written to
 
     @property
     def pid(self) -> int:
@@ -80,8 +81,16 @@ class QemuMachine:
         await self._command("stop")
 
     async def resume(self) -> None:
-        """Let them run."""
-        await self._command("cont")
+        """Let them run.
+
+        A descriptor lent for device state is taken back only now: QEMU closes none of a set while it stands still.
+        """
+        commands: list[tuple[str, dict[str, Any]]] = [("cont", {})]
+        if self._lent:
+            commands.append(("remove-fd", {"fdset-id": STATE_SET}))
+        with self._gone_explained():
+            await self._qmp.execute_all(*commands)
+        self._lent = False
 
     async def save_devices(self) -> bytes:
         """Device state alone; the command is not Xen's only, whatever its name says (see decisions/0001).
@@ -93,11 +102,11 @@ class QemuMachine:
             # QEMU wants a descriptor that can do no more than it needs.
             writing = os.open(f"/proc/self/fd/{file}", os.O_WRONLY | os.O_CLOEXEC)
             try:
+                self._lent = True
                 with self._gone_explained():
                     await self._qmp.execute_all(
                         ("add-fd", {"fdset-id": STATE_SET}),
                         ("xen-save-devices-state", {"filename": f"/dev/fdset/{STATE_SET}", "live": False}),
-                        ("remove-fd", {"fdset-id": STATE_SET}),
                         descriptor=writing,
                     )
             finally:
@@ -108,6 +117,10 @@ class QemuMachine:
         if len(state) > MAX_STATE:
             raise EngineError(f"QEMU wrote more than {MAX_STATE >> 20} MiB of device state")
         return state
+
+    async def look_for_lent(self) -> None:
+        """Find out whether a former owner lent it a descriptor and never came to take it back."""
+        self._lent = any(each["fdset-id"] == STATE_SET for each in await self._command("query-fdsets"))
 
     @property
     def log(self) -> Path:

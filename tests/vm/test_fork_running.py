@@ -112,6 +112,18 @@ async def test_a_child_of_a_child_can_be_branched_and_forked_from_its_branch(
             await end_sandbox(again)
 
 
+async def test_a_sandbox_that_was_branched_has_no_descriptor_more_and_is_still_cloned(
+    runtime: Runtime, tags: Callable[[str], str]
+) -> None:
+    source = await one_of(runtime, PARENT)
+    before = os.listdir(f"/proc/{source.machine.pid}/fd")
+    for mode in ("full", "diff", "live", "live"):
+        await branch(runtime, source.id, BranchRequest(tag=tags(mode), mode=mode))
+        assert os.listdir(f"/proc/{source.machine.pid}/fd") == before, mode
+    child = sandboxes(await fork_running(runtime, source.id, 1))[0]
+    assert (child.info.spawned_by, child.info.warnings) == ("fork", [])
+
+
 async def test_a_machine_with_something_unknown_open_is_forked_through_a_snapshot_and_it_says_why(
     runtime: Runtime, tags: Callable[[str], str]
 ) -> None:
