@@ -62,20 +62,19 @@ def check_local(host: str | None, origin: str | None) -> None:
 
     Raises ForeignOrigin.
     """
-    if host is not None and not _is_local(urlsplit(f"//{host}").hostname):
+    if host is not None and not _is_local(f"//{host}"):
         raise ForeignOrigin(
             f"host {host[:80]!r} is not this machine's own name", hint="use 127.0.0.1, or start the daemon with tokens"
         )
-    if origin is not None and not _is_local(urlsplit(origin).hostname):
+    if origin is not None and not _is_local(origin):
         raise ForeignOrigin(f"a page of {origin[:80]!r} may not use this daemon")
 
 
-def _is_local(name: str | None) -> bool:
-    if name is None:
-        return False
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
+def _is_local(url: str) -> bool:
     try:
+        name = urlsplit(url).hostname or ""
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import trio
 
+from forkd.daemon.wire import error_body
 from forkd.ops import execute
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
@@ -70,10 +71,12 @@ class Bridge:
             answer = await self._answer(sandbox_id, await _line(stream))
         except ForkdError as error:
             answer = {"error": error.message, "code": error.code, "exit_code": 1}
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             answer = {"error": f"not a request: {error}", "exit_code": 1}
         except trio.BrokenResourceError:
             return
+        except Exception as error:  # the process edge: one client's request must not end the daemon
+            answer = {**error_body(error)[0], "exit_code": 1}
         try:
             await stream.send_all(msgspec.json.encode(answer) + b"\n")
         except trio.BrokenResourceError:

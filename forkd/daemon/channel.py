@@ -48,7 +48,7 @@ async def messages(websocket: WebSocket) -> AsyncIterator[Message]:
         elif message.get("text"):
             try:
                 value = msgspec.json.decode(message["text"], type=dict[str, Any])
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 continue
             yield value
 

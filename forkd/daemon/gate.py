@@ -62,9 +62,6 @@ class Gate:
     async def _refuse(self, scope: Scope, exchange: _Exchange, error: ForkdError) -> None:
         body, status = error_body(error)
         note_of(scope)["code"] = body["code"]
-        if scope["type"] == "websocket":
-            await exchange.send({"type": "websocket.close", "code": 1008, "reason": body["error"]})
-            return
         await reply(body, status)(scope, exchange.receive, exchange.send)
 
     def _record(self, scope: Scope, headers: Headers, status: int, seconds: float) -> None:
@@ -113,6 +110,8 @@ class _Exchange:
             self.status = message["status"]
             if self.status >= 400:
                 await self._drain()
+        elif message["type"] == "websocket.http.response.start":
+            self.status = message["status"]
         elif message["type"] == "websocket.accept":
             self.status = 101
         elif message["type"] == "websocket.close" and not self.status:

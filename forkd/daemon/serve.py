@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from typing import Any, cast
 
 import trio
 from hypercorn.config import Config, Sockets
-from hypercorn.trio.run import worker_serve
 from hypercorn.utils import wrap_app
 
 from forkd.config import Settings
@@ -25,6 +25,7 @@ from forkd.daemon.audit import AuditLog
 from forkd.daemon.auth import Tokens
 from forkd.daemon.bridge import Bridge
 from forkd.daemon.config import NONE, DaemonConfig
+from forkd.daemon.connections import serve_connections
 from forkd.daemon.gate import Gate
 from forkd.daemon.metrics import Metrics
 from forkd.ops.adopt import adopt_all
@@ -47,6 +48,8 @@ async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None
             hint="give --token-file, or bind to 127.0.0.1",
         )
     tokens = Tokens(config.token_file) if config.token_file else None
+    http = _http(config)
+    secure = _tls(http)
     settings = dataclasses.replace(settings, branch_concurrency=config.branch_concurrency)
     audit = None if config.audit_log == NONE else AuditLog(Path(config.audit_log or settings.data_dir / "audit.log"))
     async with open_runtime(settings, daemon=True) as runtime:
@@ -72,7 +75,7 @@ async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None
             app = make_app(runtime, metrics)
             public = frozenset(route.path for route in app.routes if isinstance(route, ApiRoute) and route.public)
             served = wrap_app(cast(Any, Gate(app, public, tokens, audit, metrics)), 0, "asgi")
-            await worker_serve(served, _http(config), sockets=sockets, shutdown_trigger=until_signal)
+            await serve_connections(served, http, secure, sockets, until_signal)
         await _leave(runtime, config, say)
 
 
@@ -110,16 +113,28 @@ def _http(config: DaemonConfig) -> Config:
     return http
 
 
+def _tls(http: Config) -> ssl.SSLContext | None:
+    try:
+        return http.create_ssl_context()
+    except OSError as error:  # ssl's own errors are of this kind
+        raise BadInput(
+            f"TLS with {http.certfile} and {http.keyfile} is not possible: {error.strerror or error}",
+            hint="give a PEM certificate and its unencrypted key",
+        ) from error
+
+
 @contextmanager
 def _sockets(settings: Settings, config: DaemonConfig) -> Iterator[Sockets]:
     """Listening sockets, closed on leaving; the unix socket's file goes too."""
     made: list[socket.socket] = []
     path = None if config.socket == NONE else Path(config.socket or settings.socket)
+    ours: Path | None = None
     try:
         tcp = [_listen_tcp(config)] if config.address() is not None else []
         made += tcp
         unix = [_listen_unix(path)] if path is not None else []
         made += unix
+        ours = path if unix else None
         if not made:
             raise BadInput("there is nothing to listen on", hint="give --bind or --socket")
         secure = tcp if config.tls_cert else []
@@ -127,8 +142,8 @@ def _sockets(settings: Settings, config: DaemonConfig) -> Iterator[Sockets]:
     finally:
         for sock in made:
             sock.close()
-        if path is not None and made:
-            path.unlink(missing_ok=True)
+        if ours is not None:
+            ours.unlink(missing_ok=True)
 
 
 def _listen_tcp(config: DaemonConfig) -> socket.socket:

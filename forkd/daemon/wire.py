@@ -50,7 +50,7 @@ async def read_body(request: Request, kind: type[T]) -> T:
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)
     except msgspec.ValidationError as error:
         raise Unprocessable(f"the body does not fit: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadJson(f"the body is not JSON: {error}") from error
 
 

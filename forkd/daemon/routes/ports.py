@@ -56,7 +56,7 @@ async def tcp(websocket: WebSocket) -> None:
 
 def _port(request: HTTPConnection) -> int:
     port = request.path_params["port"]
-    if not (port.isascii() and port.isdigit() and 1 <= int(port[:9]) <= 65535):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
         raise BadInput(f"there is no port {port[:40]!r}", hint="give 1 to 65535")
     return int(port)
 

@@ -54,7 +54,7 @@ async def get(request: Request) -> Response:
 
 
 async def output(request: Request) -> Response:
-    """Output from position ``from`` on: as events until it ends, or what is buffered now.
+    """Output from position ``from`` on: as events until it ends, or what is buffered of it now.
 
     A dropped listener asks again from where it was (``from``, or the header Last-Event-ID of server-sent events); what
     the bounded buffer lost meanwhile is told as an event ``lost``, or by ``truncated``.
@@ -64,7 +64,7 @@ async def output(request: Request) -> Response:
     if wants_stream(request):
         return _output_events(request, process, position)
     kept: dict[str, bytes] = {"stdout": b"", "stderr": b""}
-    for kind, data in process.output.kept():
+    for kind, data in process.output.kept(position):
         kept[kind] += data
     told = {name: base64.b64encode(data).decode() for name, data in kept.items()}
     return reply(ProcessOutput(process=process.info(), stdout=told["stdout"], stderr=told["stderr"]))
@@ -74,7 +74,7 @@ async def stdin(request: Request) -> Response:
     """Send the body as input, taken as fast as the process reads; with ``eof`` that was all."""
     process = await _find(request)
     end = query_flag(request, "eof")
-    async with body_pieces(request) as pieces:
+    async with awake(runtime_of(request), request.path_params["id"]), body_pieces(request) as pieces:
         async for data in pieces:
             await processes.send_input(process, data)
     if end:

@@ -35,6 +35,7 @@ from forkd.specs.errors import (
 )
 from forkd.specs.models import PoolInfo, Pruned, SnapshotInfo
 from forkd.specs.requests import BuildRootfs, Compact, CreateSnapshot, PruneRequest, SetPool, UpdateSnapshot
+from forkd.store.files import disk_full_as_no_space
 
 
 async def index(request: Request) -> Response:
@@ -108,10 +109,20 @@ async def rootfs(request: Request) -> Response:
         )
         path = runtime.disks.find(disk.ref)
         if body.output is not None:
-            await trio.to_thread.run_sync(sparse.clone_file, path, Path(body.output))
+            await _copy(path, Path(body.output))
         return {"path": body.output or str(path), "digest": disk.ref.digest, "size": disk.ref.size}
 
     return EventStream(work)
+
+
+async def _copy(disk: Path, output: Path) -> None:
+    try:
+        with disk_full_as_no_space(output.parent):
+            await trio.to_thread.run_sync(sparse.clone_file, disk, output)
+    except FileExistsError as error:
+        raise Conflict(f"{output} exists already", hint="remove it, or give another file") from error
+    except OSError as error:
+        raise BadInput(f"{output} cannot be written: {error.strerror}") from error
 
 
 TAG = "/v1/snapshots/{tag}"
@@ -154,6 +165,6 @@ routes = [
         {200: dict[str, Any]},
         body=BuildRootfs,
         events="only",
-        errors=(BadInput, BuildFailed, HostNotReady, NoSpace),
+        errors=(BadInput, Conflict, BuildFailed, HostNotReady, NoSpace),
     ),
 ]

@@ -75,7 +75,15 @@ def test_the_hosts_own_names_are_welcome(host: str) -> None:
 
 @pytest.mark.parametrize(
     ("host", "origin"),
-    [("evil.example", None), ("127.0.0.1.evil.example:8889", None), ("127.0.0.1", "https://evil.example"), ("", None)],
+    [
+        ("evil.example", None),
+        ("127.0.0.1.evil.example:8889", None),
+        ("127.0.0.1", "https://evil.example"),
+        ("", None),
+        ("[", None),
+        ("127.0.0.1", "http://["),
+        ("127.0.0.1", "null"),
+    ],
 )
 def test_foreign_names_and_pages_are_not(host: str, origin: str | None) -> None:
     with pytest.raises(ForeignOrigin):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h2.config
+import h2.connection
 import httpx
 import pytest
+
+from forkd.sdk.async_channel import upgrade_headers
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -47,6 +52,7 @@ def test_every_refusal_is_json(client: httpx.Client) -> None:
     assert refusal(client.put("/v1/sandboxes")) == (405, "method_not_allowed")
     assert refusal(post("/v1/sandboxes", content=b"{", headers=js)) == (400, "bad_json")
     assert refusal(post("/v1/sandboxes", content=b"\xff", headers=js)) == (400, "bad_json")
+    assert refusal(post("/v1/sandboxes", content=b'{"x":' + b"[" * 100_000, headers=js)) == (400, "bad_json")
     assert refusal(post("/v1/sandboxes", json={"snapshot_tag": 5})) == (422, "unprocessable")
     assert refusal(post("/v1/sandboxes", json=[])) == (422, "unprocessable")
     assert refusal(post("/v1/sandboxes", content=b"a=b", headers=form)) == (415, "wrong_media_type")
@@ -61,6 +67,8 @@ def test_every_refusal_is_json(client: httpx.Client) -> None:
 
 
 def test_pages_of_other_sites_are_refused(client: httpx.Client) -> None:
+    assert refusal(client.get("/v1/sandboxes", headers={"host": "["})) == (403, "foreign_origin")
+    assert refusal(client.get("/v1/sandboxes", headers={"origin": "http://["})) == (403, "foreign_origin")
     assert refusal(client.get("/v1/sandboxes", headers={"origin": "https://evil.example"})) == (403, "foreign_origin")
     assert refusal(client.get("/v1/sandboxes", headers={"host": "evil.example"})) == (403, "foreign_origin")
     assert client.get("/v1/sandboxes", headers={"origin": str(client.base_url)}).status_code == 200
@@ -91,6 +99,87 @@ def test_tokens_guard_everything_but_healthz(
     assert by["/v1/snapshots", 200]["token"] == "owner"
     assert {"ts", "method", "latency_us", "ua", "ids"} <= set(by["/version", 200])
     assert TOKEN not in (tmp_path / "data" / "audit.log").read_text()
+
+
+def test_a_websocket_without_a_token_gets_401_as_everything_does(
+    start_daemon: Callable[..., Any], tmp_path: Path, tokens: str
+) -> None:
+    daemon = start_daemon(tmp_path / "data", "--token-file", tokens)
+    with httpx.Client(base_url=daemon.url, timeout=60, headers=upgrade_headers()) as client:
+        assert refusal(client.get("/v1/sandboxes/sb-none/tcp/1")) == (401, "unauthorized")
+        allowed = {"authorization": f"Bearer {TOKEN}"}
+        assert refusal(client.get("/v1/sandboxes/sb-none/tcp/1", headers=allowed)) == (404, "sandbox_not_found")
+    lines = (tmp_path / "data" / "audit.log").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in lines] == [401, 404]
+
+
+def h2_request(*headers: tuple[bytes, bytes]) -> bytes:
+    """What a client of HTTP/2 that checks nothing sends."""
+    config = h2.config.H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
+    connection = h2.connection.H2Connection(config)
+    connection.initiate_connection()
+    connection.send_headers(1, headers, end_stream=True)
+    return connection.data_to_send()
+
+
+GET, CONNECT = (b":method", b"GET"), (b":method", b"CONNECT")
+PLAIN, HERE = (b":scheme", b"http"), (b":authority", b"127.0.0.1")
+UPGRADE = b"GET /v1/sandboxes/x/tcp/1 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: upgrade\r\n"
+WEBSOCKET = (
+    UPGRADE + b"Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        h2_request(GET, PLAIN, HERE, (b":path", b"/\xff")),
+        h2_request((b":method", b"G\xff"), PLAIN, HERE, (b":path", b"/")),
+        h2_request(CONNECT, HERE),
+        UPGRADE + b"Upgrade: h2c\r\nHTTP2-Settings: A\r\n\r\n",
+        WEBSOCKET + b"Sec-WebSocket-Protocol: \xff\r\n\r\n",
+        WEBSOCKET + b"Content-Length: 5\r\n\r\nhello",
+    ],
+    ids=["path", "method", "connect", "settings", "protocol", "body"],
+)
+def test_bytes_no_server_expects_end_only_their_connection(
+    start_daemon: Callable[..., Any], tmp_path: Path, tokens: str, data: bytes
+) -> None:
+    daemon = start_daemon(tmp_path / "data", "--token-file", tokens)
+    with httpx.Client(base_url=daemon.url, timeout=60) as client:
+        assert client.get("/healthz").status_code == 200
+        with socket.create_connection((client.base_url.host, client.base_url.port or 0), timeout=60) as stranger:
+            stranger.sendall(data)
+            try:
+                while stranger.recv(65536):
+                    pass
+            except ConnectionResetError:
+                pass  # hung up on, as it may be
+        assert client.get("/healthz").status_code == 200, daemon.said()
+    assert daemon.process.poll() is None
+
+
+def refused_start(tmp_path: Path, *flags: str) -> str:
+    environ = {"FORKD_DATA_DIR": str(tmp_path / "data")}
+    command = [sys.executable, "-m", "forkd", "daemon", "--bind", "127.0.0.1:0", *flags]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_a_file_in_the_place_of_the_socket_is_left_alone(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("precious")
+    assert "is not a socket" in refused_start(tmp_path, "--socket", str(notes))
+    assert notes.read_text() == "precious"
+
+
+def test_a_certificate_that_cannot_be_used_is_refused_in_words(tmp_path: Path) -> None:
+    assert "TLS with /nowhere" in refused_start(tmp_path, "--tls-cert", "/nowhere", "--tls-key", "/nowhere")
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    assert f"TLS with {empty}" in refused_start(tmp_path, "--tls-cert", str(empty), "--tls-key", str(empty))
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0", "example.invalid:0"])
