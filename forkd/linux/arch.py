@@ -6,7 +6,7 @@ import ctypes
 import errno
 import platform
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # Kernel-internal results of an interrupted call: seen by a tracer, never by the program.
@@ -143,12 +143,12 @@ class X86_64:
         spurious = registers.orig_rax in _SPURIOUS_EINTR and self.result(registers) == -errno.EINTR
         return registers.orig_rax if spurious or -self.result(registers) in restarts else None
 
-    def resumed_by_kernel(self, registers: Registers, signal_waits: bool) -> Registers:
+    def resumed_by_kernel(self, registers: Registers, signal_waits: Callable[[], bool]) -> Registers:
         """Registers to hand back to a thread of a source: the kernel restarts its call, we add the calls it would not.
 
         With a signal waiting, EINTR is the right answer and stays.
         """
-        if self.interrupted_call(registers) in _SPURIOUS_EINTR and not signal_waits:
+        if self.interrupted_call(registers) in _SPURIOUS_EINTR and not signal_waits():
             return self.reissued(registers, registers.orig_rax)
         return registers.copy()
 

@@ -10,6 +10,7 @@ tracer, and it never runs the program's code.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import signal
 import socket
@@ -27,9 +28,10 @@ from forkd.linux.descriptors import Plan, Refused, plan, take
 from forkd.linux.ghost import Range, allow_fork
 from forkd.linux.held import Gadgets, Step, no_step, open_memory
 from forkd.linux.mapping import read_smaps
-from forkd.linux.ptrace import Tracee, TraceError
+from forkd.linux.ptrace import Tracee, TraceError, read_proc
 from forkd.linux.threads import (
     ThreadState,
+    begin_description,
     clone_call,
     describe,
     hold_threads,
@@ -55,13 +57,14 @@ class Survey:
     gadgets: Gadgets
     maps: bytes
     unforked: list[Range]
+    unforkable: int  # pages of devices, which no fork keeps and no clone needs
 
     @classmethod
     def of(cls, pid: int) -> Survey:
         """Look at process `pid`. Raises Refused where a clone would share memory or lose it, TraceError."""
         try:
             maps = _read_maps(pid)
-            return cls(Gadgets.find(pid, host_arch()), maps, _check_memory(pid))
+            return cls(Gadgets.find(pid, host_arch()), maps, *_check_memory(pid))
         except UnsupportedArch as error:
             raise TraceError(str(error)) from error
 
@@ -181,30 +184,35 @@ class ProcessTemplate:
 
     def _freeze(self, survey: Survey) -> None:
         self._arch = host_arch()
-        self._gadgets, self._surveyed = survey.gadgets, survey.maps
+        self._gadgets, self._survey = survey.gadgets, survey
         with ExitStack() as stack:
             memory = stack.enter_context(open_memory(self._source))
             held = hold_threads(self._source, survey.gadgets, self._arch, self._step, stack)
             main = held[0]
-            refuse_different(held)
-            _refuse_timers(self._source)
+            sequences = [begin_description(thread, memory) for thread in held]
+            self._threads = [describe(main, sequences[0], memory)]
             allow_fork(main, survey.unforked)
-            self._threads = [describe(thread, memory) for thread in held]
-            # Beside the fork, in which this thread waits for the kernel; the source stands still until both are done.
-            looker = stack.enter_context(ThreadPoolExecutor(1))
-            descriptors = looker.submit(plan, self._source, self._replaced, self._shared)
-            maps = looker.submit(_read_maps, self._source)
-            self._ghost = main.fork()
-            self._descriptors, self._maps = descriptors.result(), maps.result()
+
+            def look() -> None:
+                refuse_different(held)
+                _refuse_timers(self._source)
+                self._size = _read_size(self._source)
+                self._descriptors = plan(self._source, self._replaced, self._shared)
+                others = zip(held[1:], sequences[1:], strict=True)
+                self._threads += [describe(thread, rseq, memory) for thread, rseq in others]
+
+            # The kernel takes its time to fork, in which all that can be seen from outside is looked at.
+            self._ghost = main.fork(look)
+            for thread in held:
+                thread.rest()
         self.stopped_ms = (time.perf_counter() - main.stopped_at) * 1e3
 
     def _check_late(self, ghost: int) -> None:
         """Look at what appeared between the survey and the stop; the source, which runs again, need not wait for it."""
-        if self._maps == self._surveyed:
-            return
-        _check_memory(self._source)
-        if lost := set(_places(self._maps)) - set(_places(_read_maps(ghost))):
-            raise Refused(f"memory at {min(lost).decode()} was not forked")
+        if self._size - _read_size(ghost) != self._survey.unforkable:
+            raise Refused(f"process {self._source} has new memory that a fork does not keep")
+        if _read_maps(ghost) != self._survey.maps:
+            _check_memory(self._source)
 
     def _prepare(self) -> None:
         """Write the runner and its table into the ghost."""
@@ -373,29 +381,30 @@ def _take_socket(pid: int, number: int) -> socket.socket:
 
 def _read_maps(pid: int) -> bytes:
     try:
-        with open(f"/proc/{pid}/maps", "rb") as maps:
-            return maps.read()
+        return read_proc(f"{pid}/maps")
     except OSError as error:
         raise TraceError(f"cannot read the mappings of process {pid}", error.errno) from error
 
 
-def _places(maps: bytes) -> list[bytes]:
-    """The address ranges of a process's private and shared memory; the kernel's own pages are in every process."""
-    rows = (line.split() for line in maps.splitlines())
-    return [row[0] for row in rows if row[-1] not in (b"[vvar]", b"[vvar_vclock]", b"[vdso]", b"[vsyscall]")]
+def _read_size(pid: int) -> int:
+    """Pages of all mappings together: quicker than the mappings, and not held up by a fork in progress."""
+    try:
+        return int(read_proc(f"{pid}/statm").split()[0])
+    except OSError as error:
+        raise TraceError(f"cannot read the size of process {pid}", error.errno) from error
 
 
 def _refuse_timers(pid: int) -> None:
     try:
-        with open(f"/proc/{pid}/timers", encoding="ascii") as timers:
-            if timers.read(1):
-                raise Refused(f"process {pid} has POSIX timers, which a fork does not keep")
+        timers = read_proc(f"{pid}/timers")
     except OSError as error:
         raise TraceError(f"cannot read the timers of process {pid}", error.errno) from error
+    if timers:
+        raise Refused(f"process {pid} has POSIX timers, which a fork does not keep")
 
 
-def _check_memory(pid: int) -> list[Range]:
-    """Ranges to be made forkable; refuses memory that a clone would share with its siblings, or lose."""
+def _check_memory(pid: int) -> tuple[list[Range], int]:
+    """Ranges to be made forkable, and how many pages cannot be; refuses what clones would share with each other."""
     try:
         uses = read_smaps(pid)
     except OSError as error:
@@ -412,4 +421,7 @@ def _check_memory(pid: int) -> list[Range]:
             raise Refused(f"memory at {where} is wiped by a fork")
         if "dc" in use.flags and use.flags & {"io", "pf"} and "w" in mapping.access:
             raise Refused(f"memory at {where} belongs to a device")
-    return [(u.mapping.start, u.mapping.end) for u in uses if "dc" in u.flags and not u.flags & {"io", "pf"}]
+    left_out = [use for use in uses if "dc" in use.flags]
+    devices = [use for use in left_out if use.flags & {"io", "pf"}]
+    ranges = [(use.mapping.start, use.mapping.end) for use in left_out if use not in devices]
+    return ranges, sum(use.mapping.length for use in devices) // mmap.PAGESIZE

@@ -73,7 +73,7 @@ async def run_command(
     assert process.stdout is not None and process.stderr is not None
     async with process.stdout, process.stderr:
         try:
-            guard = _guard(process.pid)
+            guard = guard_group(process.pid)
         except BaseException:
             process.kill()
             raise
@@ -86,23 +86,28 @@ async def run_command(
             if process.returncode is None:
                 with trio.CancelScope(shield=True):
                     await _end_group(process)
-            guard.kill()
-            guard.communicate()  # closes its input and reaps it
+            end_guard(guard)
     if process.returncode:
         raise CommandFailed(argv, process.returncode, tail)
     return output
 
 
-def _guard(group: int) -> subprocess.Popen[bytes]:
+def guard_group(group: int) -> subprocess.Popen[bytes]:
     """A process that kills the group when we die: it waits for a line that never comes, and gets an end of file then.
 
-    It must be killed before its standard input is closed. A death signal would not do: it reaches the program alone,
-    not what the program has started.
+    End it with ``end_guard``. A death signal would not do: it reaches the program alone, not what the program has
+    started, and is lost when the program changes its user.
     """
     script = 'read -r never; kill -s KILL -- "-$1"'
     return subprocess.Popen(
         ["/bin/sh", "-c", script, "forkd-guard", str(group)], stdin=subprocess.PIPE, start_new_session=True
     )
+
+
+def end_guard(guard: subprocess.Popen[bytes]) -> None:
+    """End a guard whose group is gone; killed before its standard input is closed, so it does nothing."""
+    guard.kill()
+    guard.communicate()  # closes its input and reaps it
 
 
 async def _end_group(process: trio.Process) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from forkd.linux.batch import Call, FreeNumbers
-from forkd.linux.ptrace import Ended, TraceError
+from forkd.linux.ptrace import Ended, TraceError, read_proc, system_call
 
 _KCMP, _KCMP_FILE, _KCMP_EPOLL_TFD, _PIDFD_GETFD = 312, 0, 7, 438
 _O_ASYNC, _O_PATH = 0o20000, 0o10000000
@@ -97,8 +97,8 @@ def read_descriptors(pid: int) -> list[Descriptor]:
         numbers = sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
         found = []
         for number in numbers:
-            with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as info:
-                found.append(parse(number, os.readlink(f"/proc/{pid}/fd/{number}"), info.read()))
+            info = read_proc(f"{pid}/fdinfo/{number}").decode("ascii")
+            found.append(parse(number, os.readlink(f"/proc/{pid}/fd/{number}"), info))
     except OSError as error:
         raise Ended(f"the descriptors of process {pid} cannot be read", error.errno) from error
     return found
@@ -268,10 +268,9 @@ def take(pid: int, number: int) -> int:
     pidfd = os.pidfd_open(pid)
     try:
         # SAFETY: numbers only; the new descriptor is ours and closed on exec.
-        own = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, number, 0))
-        if own < 0:
-            raise TraceError(f"descriptor {number} of process {pid} cannot be taken", ctypes.get_errno())
-        return own
+        return system_call(_PIDFD_GETFD, pidfd, number, 0)
+    except OSError as error:
+        raise TraceError(f"descriptor {number} of process {pid} cannot be taken", error.errno) from error
     finally:
         os.close(pidfd)
 
@@ -285,10 +284,8 @@ def _same_file(pid: int, one: Descriptor, other: Descriptor) -> bool:
 
 def _kcmp(pid: int, kind: int, one: int, other: int) -> int:
     """Zero if two things of a process are one and the same in the kernel."""
-    # SAFETY: numbers, and an address the caller answers for.
-    result = ctypes.CDLL(None, use_errno=True).syscall(
-        _KCMP, pid, pid, kind, ctypes.c_ulong(one), ctypes.c_ulong(other)
-    )
-    if result < 0:
-        raise TraceError(f"descriptors of process {pid} cannot be compared", ctypes.get_errno())
-    return int(result)
+    try:
+        # SAFETY: numbers, and an address the caller answers for.
+        return system_call(_KCMP, pid, pid, kind, ctypes.c_ulong(one), ctypes.c_ulong(other))
+    except OSError as error:
+        raise TraceError(f"descriptors of process {pid} cannot be compared", error.errno) from error

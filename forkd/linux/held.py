@@ -22,7 +22,7 @@ from types import TracebackType
 
 from forkd.linux.arch import NR, X86_64
 from forkd.linux.mapping import Mapping, read_maps
-from forkd.linux.ptrace import ALL_SIGNALS, EXITKILL, Rseq, Tracee, TraceError, read_status, seize, seize_options
+from forkd.linux.ptrace import ALL_SIGNALS, EXITKILL, Ended, Rseq, Tracee, TraceError, read_status, seize, seize_options
 
 _CLONE_PTRACE, _CLONE_PARENT = 0x2000, 0x8000
 _RED_ZONE = 128
@@ -92,35 +92,63 @@ class HeldThread:
         self.arch = arch
         self._gadgets = gadgets
         self._step = step
+        self._expected: Callable[[], None] | None = None  # waits for the stop it is on its way to; None: it stands
         self._armed = False  # the registers are not the thread's own
-        self._entered = False  # stopped at the entry of an injected call
+        self._entered = False  # stopped at the entry of an injected call, or on its way there
+        self._resting = False  # stopped behind the last injected call, or on its way there
+        self._gone = False
 
     def __enter__(self) -> HeldThread:
+        self.ask()
+        try:
+            self.settle()
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def ask(self) -> None:
+        """The first half of entering: seize the thread and ask it to stop. Many can be asked before one is awaited."""
         self.status = read_status(self.tid)
         self._tracee = seize(self.tid, self.arch, self.status)
         try:
             self._step("seized")
             self.stopped_at = time.perf_counter()
             self._tracee.interrupt()
-            self._tracee.wait_interrupted()
+            self._expected = self._tracee.wait_interrupted
+        except BaseException:
+            self._abandon()
+            raise
+
+    def settle(self) -> None:
+        """The second half of entering. Who does the halves one by one calls `__exit__` from `ask` on. Raises Ended."""
+        try:
+            self._arrive()
             self._step("stopped")
             self.registers = self._tracee.registers()
             self.mask = self._tracee.signal_mask()
             self.vectors = self._tracee.vectors()
             self._write_frames()
             self._step("framed")
-        except BaseException:
-            self._abandon()
+        except Ended:
+            self._gone = True
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._gone:
+            return
         if error is None:
             self._release()
         else:
             self._abandon()
+
+    def _arrive(self) -> None:
+        """Wait for the stop the thread is on its way to."""
+        if self._expected is not None:
+            self._expected()
+            self._expected = None
 
     def _write_frames(self) -> None:
         """Two signal frames below the stack: back to where the thread was, and straight out for a fork."""
@@ -145,6 +173,11 @@ class HeldThread:
 
     def call(self, name: str, *arguments: int) -> int:
         """Run one system call in the thread; a negative result is an error number. The call must not block."""
+        self.start_call(name, *arguments)
+        return self.finish_call()
+
+    def start_call(self, name: str, *arguments: int) -> None:
+        """Send the thread to the entry of a system call, which `finish_call` then lets it do."""
         self._tracee.set_registers(self.arch.call(self.registers, self._gadgets.call, self._back, NR[name], arguments))
         if not self._armed:
             # Not before the registers: from now on the frame restores the mask should the tracer die. Signals that come
@@ -153,10 +186,13 @@ class HeldThread:
             self._tracee.set_signal_mask(ALL_SIGNALS)
             self._step("armed")
         self._tracee.resume(to_syscall=True)
-        self._tracee.wait_syscall()
-        self._entered = True
+        self._expected, self._entered = self._tracee.wait_syscall, True
+
+    def finish_call(self, meanwhile: Callable[[], None] = lambda: None) -> int:
+        """The result of the call that was started. `meanwhile`, which must not raise, is done beside it."""
+        self._arrive()
         self._step("entered")
-        result = self._tracee.finish_call()
+        result = self._tracee.finish_call(meanwhile)
         self._entered = False
         return result
 
@@ -164,12 +200,22 @@ class HeldThread:
         """The thread's restartable sequence area."""
         return self._tracee.rseq()
 
-    def fork(self) -> Tracee:
+    def fork(self, meanwhile: Callable[[], None] = lambda: None) -> Tracee:
         """Clone the process: the clone is a stopped tracee of the calling OS thread and dies with it.
 
-        Its parent is the parent of this process, which itself sees no child and gets no SIGCHLD.
+        Its parent is the parent of this process, which itself sees no child and gets no SIGCHLD. `meanwhile` is done
+        while the kernel copies; if it raises there is no clone.
         """
-        pid = self.call("clone", _CLONE_PARENT | _CLONE_PTRACE | signal.SIGCHLD, self._out)
+        failures: list[BaseException] = []
+
+        def guarded() -> None:
+            try:
+                meanwhile()
+            except BaseException as error:
+                failures.append(error)  # raised below: the call is under way and must be seen to its end
+
+        self.start_call("clone", _CLONE_PARENT | _CLONE_PTRACE | signal.SIGCHLD, self._out)
+        pid = self.finish_call(guarded)
         if pid < 0:
             raise TraceError(f"process {self.tid} cannot be forked", -pid)
         child = Tracee(pid, self.arch)
@@ -178,22 +224,30 @@ class HeldThread:
             child.wait_interrupted()
             child.set_options(seize_options(self.status) | EXITKILL)
             self._step("held")
+            for failure in failures:
+                raise failure
         except BaseException:
             child.kill()
             raise
         return child
 
+    def rest(self) -> None:
+        """The first part of leaving, for those who have many to leave: no call can be run in it any more."""
+        if self._armed and not self._resting:
+            self._tracee.interrupt()
+            self._tracee.resume()
+            self._expected, self._resting = self._tracee.wait_interrupted, True
+
     def _release(self) -> None:
         """Put everything back and let the thread run; the kernel restarts what it was doing."""
         try:
             if self._armed:
-                self._tracee.interrupt()
-                self._tracee.resume()
-                self._tracee.wait_interrupted()  # on the way out of the kernel: no code of the process ran
+                self.rest()
+                self._arrive()  # on the way out of the kernel: no code of the process ran
                 self._step("rested")
                 self._tracee.set_signal_mask(self.mask)
                 self._step("unmasked")
-            self._tracee.set_registers(self.arch.resumed_by_kernel(self.registers, self._signal_waits()))
+            self._tracee.set_registers(self.arch.resumed_by_kernel(self.registers, self._signal_waits))
             self._armed = False
             self._step("restored")
         finally:
@@ -208,6 +262,7 @@ class HeldThread:
     def _abandon(self) -> None:
         """Let go in the middle: the frames bring the thread back by themselves."""
         try:
+            self._arrive()
             if self._entered:
                 self._tracee.set_registers(self.arch.skip_call(self._tracee.registers()))
             self._tracee.detach()

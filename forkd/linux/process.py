@@ -49,8 +49,14 @@ class ProcessHandle:
 
     @classmethod
     def of_child(cls, child: subprocess.Popen[bytes]) -> ProcessHandle:
-        """Take over a child nobody has waited for; it will be reaped here."""
-        return cls(child.pid, os.pidfd_open(child.pid), child)
+        """Take over a child nobody has waited for; it will be reaped here. One we cannot watch is ended: OSError."""
+        try:
+            pidfd = os.pidfd_open(child.pid)
+        except OSError:  # too many descriptors, most likely: nobody else would ever end it
+            child.kill()
+            child.wait()
+            raise
+        return cls(child.pid, pidfd, child)
 
     @classmethod
     def of_clone(cls, pid: int) -> ProcessHandle:

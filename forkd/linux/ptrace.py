@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from forkd.linux.arch import ERESTARTNOINTR, X86_64, Registers
 
@@ -77,6 +76,26 @@ def _ptrace_function() -> Callable[[int, int, int | None, int | None], int]:
     function.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     function.restype = ctypes.c_long
     return function
+
+
+@cache
+def _syscall_function() -> Callable[..., int]:
+    # SAFETY: as above.
+    function = ctypes.PyDLL(None, use_errno=True).syscall
+    function.restype = ctypes.c_long
+    return function
+
+
+def system_call(number: int, *arguments: object) -> int:
+    """A quick system call of our own that has no wrapper. Raises OSError.
+
+    Arguments are ints that fit 32 bits or ctypes values; the caller answers for what they point to.
+    """
+    # SAFETY: see above.
+    result = _syscall_function()(number, *arguments)
+    if result == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
 
 
 def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> int:
@@ -208,16 +227,18 @@ class Tracee:
         self.resume(to_syscall=True)
         self.wait_syscall()
 
-    def finish_call(self) -> int:
-        """From the entry of a system call to its exit: its result."""
+    def finish_call(self, meanwhile: Callable[[], None] = lambda: None) -> int:
+        """From the entry of a system call to its exit: its result. `meanwhile` is done beside the call."""
+        self.resume(to_syscall=True)
+        meanwhile()
         while True:
-            self.resume(to_syscall=True)
             self.wait_syscall()
             result = self.arch.result(self.registers())
             if result != -ERESTARTNOINTR:
                 return result
             self.resume(to_syscall=True)  # an unblockable signal came: it is held back now, the kernel tries again
             self.wait_syscall()
+            self.resume(to_syscall=True)
 
     def kill(self) -> None:
         """End the whole process of this thread and wait until it is reaped. Safe for a process that ended already."""
@@ -231,10 +252,22 @@ class Tracee:
             return
 
 
-def read_status(tid: int) -> dict[str, str]:
-    """`/proc/TID/status`, read once: a stopped process waits meanwhile."""
+def read_proc(name: str) -> bytes:
+    """A file of `/proc`, by the shortest way: a stopped process waits meanwhile. Raises OSError."""
+    descriptor = os.open(f"/proc/{name}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        text = Path(f"/proc/{tid}/status").read_text(errors="replace")  # a thread's name may be any bytes
+        content = b""
+        while piece := os.read(descriptor, 1 << 16):
+            content += piece
+        return content
+    finally:
+        os.close(descriptor)
+
+
+def read_status(tid: int) -> dict[str, str]:
+    """`/proc/TID/status`, read once."""
+    try:
+        text = read_proc(f"{tid}/status").decode(errors="replace")  # a thread's name may be any bytes
     except (FileNotFoundError, ProcessLookupError) as error:
         raise Ended(f"process {tid} is gone", error.errno) from error
     lines = (line.partition(":") for line in text.splitlines())

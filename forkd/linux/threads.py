@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from forkd.linux.arch import NR, X86_64, AltStack, Registers
 from forkd.linux.batch import Area, Call, encode
 from forkd.linux.descriptors import Refused, Unsettled
 from forkd.linux.held import Gadgets, HeldThread, Step, frames_size
-from forkd.linux.ptrace import Ended, Rseq, TraceError
+from forkd.linux.ptrace import Ended, Rseq, TraceError, read_proc, system_call
 
 _GET_ROBUST_LIST = 274
 _PR_SET_NAME = 15
@@ -44,14 +44,28 @@ def hold_threads(pid: int, gadgets: Gadgets, arch: X86_64, step: Step, stack: Ex
     held: dict[int, HeldThread] = {}
     # A thread that still ran may have made another one: look again until there is none left to stop.
     while new := [tid for tid in _thread_ids(pid) if tid not in held]:
+        asked = []
         for tid in sorted(new, key=lambda tid: tid != pid):
-            try:
-                held[tid] = stack.enter_context(HeldThread(tid, gadgets, arch, step))
-            except Ended:
-                if tid == pid:
-                    raise
-                continue  # it left by itself
+            thread = HeldThread(tid, gadgets, arch, step)
+            with _leaving_allowed(unless=tid == pid):
+                thread.ask()
+                stack.push(thread)
+                asked.append(thread)
+        for thread in asked:  # all are on their way to a stop: the first is waited for longest
+            with _leaving_allowed(unless=thread.tid == pid):
+                thread.settle()
+                held[thread.tid] = thread
     return list(held.values())
+
+
+@contextmanager
+def _leaving_allowed(*, unless: bool) -> Iterator[None]:
+    """A thread may leave by itself before it is held."""
+    try:
+        yield
+    except Ended:
+        if unless:
+            raise
 
 
 def _thread_ids(pid: int) -> list[int]:
@@ -61,16 +75,26 @@ def _thread_ids(pid: int) -> list[int]:
         raise Ended(f"process {pid} is gone", error.errno) from error
 
 
-def describe(thread: HeldThread, memory: int) -> ThreadState:
-    """Everything about a held thread. `memory` is the process's memory. Raises Refused."""
+def begin_description(thread: HeldThread, memory: int) -> Rseq | None:
+    """Send a held thread, in which no call has been run yet, to where `describe` asks it about itself.
+
+    Many can be sent there before one is awaited. `memory` is the process's memory. Raises Unsettled.
+    """
+    rseq = thread.rseq()
+    # Before any call: on its way to one the kernel would clear the mark.
+    if rseq is not None and os.pread(memory, 8, rseq.address + 8) != bytes(8):
+        raise Unsettled(f"thread {thread.tid} was stopped inside a restartable sequence")
+    thread.start_call("sigaltstack", 0, thread.room)
+    return rseq
+
+
+def describe(thread: HeldThread, rseq: Rseq | None, memory: int) -> ThreadState:
+    """Everything about a held thread; `rseq` is from `begin_description`. Raises Refused."""
     arch, tid = thread.arch, thread.tid
     _refuse_odd_state(thread)
-    rseq = thread.rseq()
-    if rseq is not None and os.pread(memory, 8, rseq.address + 8) != bytes(8):
-        raise Unsettled(f"thread {tid} was stopped inside a restartable sequence")
     return ThreadState(
         tid=tid,
-        name=Path(f"/proc/{tid}/comm").read_bytes().removesuffix(b"\n"),
+        name=read_proc(f"{tid}/comm").removesuffix(b"\n"),
         registers=arch.reissued(thread.registers, _interrupted_call(thread, memory)),
         mask=thread.mask,
         vectors=thread.vectors,
@@ -101,7 +125,7 @@ def _interrupted_call(thread: HeldThread, memory: int) -> int | None:
 
 
 def _alternate_stack(thread: HeldThread, memory: int) -> AltStack:
-    if (result := thread.call("sigaltstack", 0, thread.room)) < 0:
+    if (result := thread.finish_call()) < 0:
         raise TraceError(f"the alternate stack of thread {thread.tid} cannot be read", -result)
     address, flags, size = struct.unpack("<QixxxxQ", os.pread(memory, 24, thread.room))
     if flags & 1:  # SS_ONSTACK: a signal handler runs
@@ -112,9 +136,10 @@ def _alternate_stack(thread: HeldThread, memory: int) -> AltStack:
 def _robust_list(tid: int) -> tuple[int, int]:
     head, size = ctypes.c_uint64(), ctypes.c_size_t()
     # SAFETY: the kernel writes one word into each of the two objects, which are ours.
-    failed = ctypes.CDLL(None, use_errno=True).syscall(_GET_ROBUST_LIST, tid, ctypes.byref(head), ctypes.byref(size))
-    if failed:
-        raise TraceError(f"the robust list of thread {tid} cannot be read", ctypes.get_errno())
+    try:
+        system_call(_GET_ROBUST_LIST, tid, ctypes.byref(head), ctypes.byref(size))
+    except OSError as error:
+        raise TraceError(f"the robust list of thread {tid} cannot be read", error.errno) from error
     return head.value, size.value
 
 

@@ -136,8 +136,8 @@ def test_a_finished_call_and_own_code_are_not_issued_again(rax: int, orig_rax: i
 
 def test_an_epoll_wait_cut_short_by_the_stop_is_issued_again_unless_a_signal_waits() -> None:
     registers = Registers(rax=2**64 - errno.EINTR, orig_rax=232, rip=1000)
-    assert X86_64().resumed_by_kernel(registers, signal_waits=False).rip == 998
-    assert X86_64().resumed_by_kernel(registers, signal_waits=True).rip == 1000
+    assert X86_64().resumed_by_kernel(registers, lambda: False).rip == 998
+    assert X86_64().resumed_by_kernel(registers, lambda: True).rip == 1000
 
 
 @given(NUMBERS, NUMBERS, st.integers(0, 2**47).map(lambda n: n & ~15), st.sampled_from([0, 832, 2696]))
