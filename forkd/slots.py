@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from forkd.store.locks import FileLock, is_held
 
 log = logging.getLogger("forkd")
 SNAPSHOT = "snapshot"
+ROOT = Path("/")
+JAILS = "jail/*/*/root"
+"""Where in a slot a jailer keeps the root of a machine: program, id."""
 
 
 def new_sandbox_id() -> str:
@@ -111,7 +115,8 @@ def find_orphans(run_dir: Path) -> list[Orphan]:
     if not run_dir.is_dir():
         return []
     dead = [path for path in sorted(run_dir.iterdir()) if path.is_dir() and not is_held(path / "lock")]
-    workers = _working_directories() if dead else {}
+    jails = _jails(root for path in dead for root in path.glob(f"*/{JAILS}"))
+    workers = _working_directories(jails) if dead else {}
     return [Orphan(path, tuple(pid for pid, cwd in workers.items() if path in cwd.parents)) for path in dead]
 
 
@@ -128,15 +133,33 @@ def snapshots_in_use(run_dir: Path) -> dict[str, str]:
 
 def workers_in(directory: Path) -> list[int]:
     """Processes whose working directory is ``directory`` or below it."""
-    return [pid for pid, cwd in _working_directories().items() if cwd == directory or directory in cwd.parents]
+    workers = _working_directories(_jails(directory.glob(JAILS)))
+    return [pid for pid, cwd in workers.items() if cwd == directory or directory in cwd.parents]
 
 
-def _working_directories() -> dict[int, Path]:
+def _jails(roots: Iterable[Path]) -> dict[tuple[int, int], Path]:
+    """The roots of jails, by what they are known by inside and outside."""
+    found = {}
+    for path in roots:
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # it ended while we looked
+        found[status.st_dev, status.st_ino] = path
+    return found
+
+
+def _working_directories(jails: Mapping[tuple[int, int], Path]) -> dict[int, Path]:
+    """Where each process works. The kernel calls the root of a jail ``/``, so a jailed one is known by its inode."""
     found: dict[int, Path] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
-                found[int(entry.name)] = Path(os.readlink(f"{entry.path}/cwd"))
+                cwd = Path(os.readlink(f"{entry.path}/cwd"))
+                if jails and cwd == ROOT:
+                    status = os.stat(f"{entry.path}/cwd")
+                    cwd = jails.get((status.st_dev, status.st_ino), cwd)
+                found[int(entry.name)] = cwd
             except OSError:
                 continue  # ended meanwhile, or not ours to look at
     return found

@@ -14,7 +14,8 @@ from forkd.specs.errors import EngineError, MachineGone
 MAX_ANSWER = 1 << 20
 TIMEOUT = 30.0
 STATUS = re.compile(rb"HTTP/1\.\d (\d{3})(?!\d)")
-LENGTH = re.compile(rb"\r\ncontent-length[ \t]*:[ \t]*([^\r]*)", re.IGNORECASE)
+LENGTH = re.compile(rb"\r\ncontent-length[ \t]*:[ \t]*([^\r]*?)[ \t]*(?=\r|\Z)", re.IGNORECASE)
+SIZE = re.compile(rb"[0-9]{1,9}")
 
 
 class ApiClosed(MachineGone):
@@ -91,14 +92,11 @@ class Api:
             del self._buffer[: end + 4]
             if (status := STATUS.match(head)) is None:
                 raise EngineError(f"Firecracker answered {head[:80]!r}, which is not HTTP")
-            length = LENGTH.search(head)
-            size = length[1].decode("latin-1") if length else "0"
-            if not size.isdigit() or int(size) > MAX_ANSWER:
-                raise EngineError(f"Firecracker announced an answer of {size[:40]!r} bytes")
-            while len(self._buffer) < int(size):
+            size = _size(head)
+            while len(self._buffer) < size:
                 await self._more()
-            body = bytes(self._buffer[: int(size)])
-            del self._buffer[: int(size)]
+            body = bytes(self._buffer[:size])
+            del self._buffer[:size]
             if int(status[1]) >= 200:
                 return int(status[1]), body
 
@@ -114,8 +112,18 @@ class Api:
         self._buffer += chunk
 
 
+def _size(head: bytes) -> int:
+    """How many bytes follow an answer's head."""
+    length = LENGTH.search(head)
+    if length is None:
+        return 0
+    if not SIZE.fullmatch(length[1]) or int(length[1]) > MAX_ANSWER:
+        raise EngineError(f"Firecracker announced an answer of {length[1][:40].decode('latin-1')!r} bytes")
+    return int(length[1])
+
+
 def _fault(body: bytes) -> str:
     try:
         return str(msgspec.json.decode(body)["fault_message"])[:2000]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body[:200].decode(errors="replace") or "no reason given"

@@ -6,7 +6,10 @@ import os
 import platform as host_platform
 import re
 import shutil
+import stat
+import zlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import trio
@@ -30,10 +33,12 @@ from forkd.plugins.engine_firecracker.requests import (
 )
 from forkd.plugins.engine_firecracker.sockets import AgentStream, dial_guest, listen, reach
 from forkd.specs.engine import GHOST, BootSpec, EngineContext, EngineInfo, RestoreSpec, Slot
-from forkd.specs.errors import BadInput, MachineGone, SnapshotIncompatible
+from forkd.specs.errors import BadInput, LaunchFailed, MachineGone, SnapshotIncompatible
 from forkd.specs.host import Host
 from forkd.specs.models import Platform
 
+JAIL = "jail"
+"""Where in a slot the jailer makes a machine's directory; slots.py looks for processes in there."""
 ONE_REGION_MIB = 3072
 """Above it Firecracker maps guest RAM in two pieces, which a booted machine's RAM is not looked for in."""
 
@@ -59,7 +64,8 @@ class FirecrackerEngine:
     async def describe(self) -> EngineInfo:
         """Version and CPU; remembered."""
         if self._info is None:
-            self._binary, version = await trio.to_thread.run_sync(host.find, self._probe)
+            binary, version = await trio.to_thread.run_sync(host.find, self._probe)
+            self._binary = os.path.realpath(binary)  # by whose name a jailer calls its directory
             self._setpriv = shutil.which("setpriv") or "setpriv"  # looked up once, not at every start
             model = re.search(r"^model name\s*:\s*(.*)$", self._probe.read("/proc/cpuinfo") or "", re.MULTILINE)
             made = Platform(
@@ -120,17 +126,28 @@ class FirecrackerEngine:
             raise
 
     async def adopt(self, slot: Slot, pid: int, starttime: int) -> FirecrackerMachine:
-        """Connect again to a Firecracker that kept running: its guest, which lost its host, connects to the new one."""
+        """Connect again to a Firecracker that kept running: its guest, which lost its host, connects to the new one.
+
+        One that cannot be reached is ended: nobody could use it, and its slot is about to go.
+        """
         process = ProcessHandle.of_running(pid, starttime)
         if process is None:
             raise MachineGone(f"VMM {pid} of {slot.id} is gone")
-        root = Path(os.readlink(f"/proc/{pid}/cwd"))
-        try:
-            api = Api(await reach(root, API_SOCKET))
-            agent = AgentStream(listen(root, f"{VSOCK}_{AGENT_PORT}", self._jail), await dial_guest(root))
-        except OSError as error:
-            raise MachineGone(f"VMM {pid} of {slot.id} does not answer: {error}") from error
-        return FirecrackerMachine(process, api, agent, root, os.path.realpath(root / MEMORY_LINK), None)
+        root, user = _where(slot)
+        with ExitStack() as undo:
+            undo.callback(process.close)
+            try:
+                stream = await reach(root, API_SOCKET)
+                undo.callback(stream.close)
+                listener = listen(root, f"{VSOCK}_{AGENT_PORT}", user)
+                undo.callback(listener.close)
+                agent = AgentStream(listener, await dial_guest(root))
+            except OSError as error:
+                process.kill()
+                await process.wait()
+                raise MachineGone(f"VMM {pid} of {slot.id} does not answer: {error}") from error
+            undo.pop_all()
+        return FirecrackerMachine(process, Api(stream), agent, root, os.path.realpath(root / MEMORY_LINK), None)
 
     async def _launch(self, slot: Slot, files: Mapping[str, Path], *, keep_console: bool) -> Launch:
         await self.describe()
@@ -138,8 +155,9 @@ class FirecrackerEngine:
         launch = Launch(slot, root, self._waiter)
         try:
             _place(root, files, jailed=self._jail is not None)
-            launch.prepare(self._jail)
-            launch.start(self._command(slot), keep_console=keep_console)
+            launch.prepare(self._user(slot))
+            guarded = self._jail is not None and slot.die_with_owner
+            launch.start(self._command(slot), keep_console=keep_console, guarded=guarded)
         except BaseException:
             await launch.undo()
             raise
@@ -148,20 +166,27 @@ class FirecrackerEngine:
     def _root(self, slot: Slot) -> Path:
         if self._jail is None:
             return slot.directory
-        root = slot.directory / "jail" / "firecracker" / slot.id / "root"
+        root = slot.directory / JAIL / os.path.basename(self._binary) / slot.id / "root"
         root.mkdir(parents=True)
         return root
 
+    def _user(self, slot: Slot) -> int | None:
+        """The user of a slot's jail, by its id, which nobody else has."""
+        return None if self._jail is None else self._jail[zlib.crc32(slot.id.encode()) % len(self._jail)]
+
     def _command(self, slot: Slot) -> list[str]:
-        """How to start it. Its seccomp filter stays on; it gains no privileges and dies with us if the slot says so."""
+        """How to start it. Its seccomp filter stays on; it gains no privileges and dies with us if the slot says so.
+
+        In a jail a guard sees to the latter: the kernel takes a process's death signal when that changes its user.
+        """
         death = ["--pdeathsig", "KILL"] if slot.die_with_owner else []
         if self._jail is None:
             space = [] if slot.netns is None else ["nsenter", f"--net={slot.netns}", "--"]
             return [*space, self._setpriv, "--no-new-privs", *death, "--", self._binary, "--api-sock", API_SOCKET]
-        who, space = str(self._jail), [] if slot.netns is None else ["--netns", slot.netns]
+        who, space = str(self._user(slot)), [] if slot.netns is None else ["--netns", slot.netns]
         jail = ["--id", slot.id, "--exec-file", self._binary, "--uid", who, "--gid", who, *space]
-        base = ["--chroot-base-dir", str(slot.directory / "jail"), "--", "--api-sock", API_SOCKET]
-        return [self._setpriv, *death, "--", host.JAILER, *jail, *base] if death else [host.JAILER, *jail, *base]
+        base = ["--chroot-base-dir", str(slot.directory / JAIL), "--", "--api-sock", API_SOCKET]
+        return [self._setpriv, "--no-new-privs", "--", host.JAILER, *jail, *base]
 
 
 def _place(root: Path, files: Mapping[str, Path], *, jailed: bool) -> None:
@@ -171,18 +196,39 @@ def _place(root: Path, files: Mapping[str, Path], *, jailed: bool) -> None:
     """
     for name, path in files.items():
         if jailed:
-            os.link(path, root / name)
-            os.chmod(path, os.stat(path).st_mode | 0o444)
+            try:
+                os.link(path, root / name)
+            except OSError as error:
+                raise LaunchFailed(
+                    f"{path} cannot be linked into a jail: {error.strerror}",
+                    hint="keep snapshots and run directory on one file system, fork from files, or unset FORKD_JAIL",
+                ) from error
+            os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | 0o444)
         else:
             os.symlink(path, os.path.join(root, name))
 
 
-def _jail(setting: str) -> int | None:
+def _where(slot: Slot) -> tuple[Path, int | None]:
+    """The directory a machine works in, and the user it is there, as its slot tells: the setting may have changed.
+
+    Not by its process: what that calls its directory is seen from inside its jail.
+    """
+    for root in slot.directory.glob(f"{JAIL}/*/*/root"):
+        return root, os.stat(root).st_uid
+    return slot.directory, None
+
+
+def _jail(setting: str) -> range | None:
+    """The users of ``NUMBER`` or ``FIRST-LAST``."""
     if not setting:
         return None
-    if not setting.isdigit() or int(setting) == 0:
-        raise BadInput(f"jail is {setting[:40]!r}", hint="give the number of an unprivileged user, for example 65534")
-    return int(setting)
+    match = re.fullmatch(r"([0-9]{1,10})(?:-([0-9]{1,10}))?", setting)
+    if match is None or not 0 < int(match[1]) <= int(match[2] or match[1]) < 0xFFFFFFFF:
+        raise BadInput(
+            f"jail is {setting[:40]!r}",
+            hint="give the number of an unprivileged user, or the first and last of many: 1879048192-2013265919",
+        )
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 def _minor(version: str) -> str:

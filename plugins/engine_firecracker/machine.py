@@ -11,6 +11,7 @@ from typing import IO
 
 import trio
 
+from forkd.linux.command import end_guard, guard_group
 from forkd.linux.inotify import FileWaiter
 from forkd.linux.mapping import find_ram
 from forkd.linux.process import ProcessHandle
@@ -25,6 +26,7 @@ LOG = "vmm.log"
 CONSOLE = "console.log"
 TAIL = 2000
 SAVE_TIMEOUT = 60.0
+SOCKET_TIMEOUT = 60.0
 LAST_BREATH = 2.0
 STATE = "devices"
 MAX_STATE = 64 << 20
@@ -36,7 +38,14 @@ class FirecrackerMachine:
     """A running Firecracker. Its working directory is its slot, by which ``forkd cleanup`` finds it if all is lost."""
 
     def __init__(
-        self, process: ProcessHandle, api: Api, agent: trio.abc.Stream, root: Path, ram: str | None, size: int | None
+        self,
+        process: ProcessHandle,
+        api: Api,
+        agent: trio.abc.Stream,
+        root: Path,
+        ram: str | None,
+        size: int | None,
+        guard: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self._process = process
         self._api = api
@@ -44,6 +53,7 @@ class FirecrackerMachine:
         self._root = root
         self._ram = ram
         self._size = size
+        self._guard = guard
 
     @property
     def pid(self) -> int:
@@ -116,6 +126,9 @@ class FirecrackerMachine:
         with trio.CancelScope(shield=True):
             self._process.kill()
             await self._process.wait()
+            if self._guard is not None:
+                end_guard(self._guard)
+                self._guard = None
             await self._api.aclose()
             await self._agent.aclose()
 
@@ -135,6 +148,7 @@ class Launch:
         self.root = root
         self.command: list[str] = []
         self._process: ProcessHandle | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._listener: socket.socket | None = None
         self._api: Api | None = None
 
@@ -142,8 +156,11 @@ class Launch:
         """Listen where the guest will knock."""
         self._listener = listen(self.root, f"{VSOCK}_{AGENT_PORT}", uid)
 
-    def start(self, command: list[str], *, keep_console: bool) -> None:
-        """Run Firecracker in its slot; a booting guest's console is kept, a restored one's is not (it has no bound)."""
+    def start(self, command: list[str], *, keep_console: bool, guarded: bool = False) -> None:
+        """Run Firecracker in its slot; a booting guest's console is kept, a restored one's is not (it has no bound).
+
+        ``guarded``: it is ended if we die, by a process that watches us, as no death signal would survive the jailer.
+        """
         self.command = command
         try:
             with _new_file(self.root, LOG) as log, _new_file(self.root, CONSOLE if keep_console else os.devnull) as out:
@@ -155,17 +172,27 @@ class Launch:
                     cwd=self.root,
                     start_new_session=True,
                 )
+            self._process = ProcessHandle.of_child(child)
+            if guarded:
+                self._guard = guard_group(child.pid)
         except OSError as error:
             raise LaunchFailed(f"Firecracker could not be started: {error}\ncommand: {shlex.join(command)}") from error
-        self._process = ProcessHandle.of_child(child)
         self.slot.admit(child.pid)
 
     async def connect(self) -> Api:
         """Reach the API as soon as its socket is there. Raises LaunchFailed if the process ends before."""
-        assert self._process is not None
-        if not await self._waiter.wait(self.root, API_SOCKET, self._process.fileno()):
-            raise self.failure("it ended before its API was there")
-        self._api = Api(await reach(self.root, API_SOCKET))
+        process = self._process
+        assert process is not None
+        with trio.move_on_after(SOCKET_TIMEOUT) as patience:
+            try:
+                if not await self._waiter.wait(self.root, API_SOCKET, process.fileno()):
+                    raise self.failure("it ended before its API was there")
+                self._api = Api(await reach(self.root, API_SOCKET, lambda: process.poll() is not None))
+            except OSError as error:
+                raise self.failure(f"its API cannot be reached: {error}") from error
+        if self._api is None:
+            assert patience.cancelled_caught
+            raise self.failure(f"its API was not there within {SOCKET_TIMEOUT:g} s")
         return self._api
 
     async def configure(self, requests: list[Request]) -> None:
@@ -183,7 +210,8 @@ class Launch:
     def machine(self, ram: str | None, size: int) -> FirecrackerMachine:
         """What the launch made."""
         assert self._process is not None and self._api is not None and self._listener is not None
-        return FirecrackerMachine(self._process, self._api, AgentStream(self._listener), self.root, ram, size)
+        agent = AgentStream(self._listener)
+        return FirecrackerMachine(self._process, self._api, agent, self.root, ram, size, self._guard)
 
     async def undo(self) -> None:
         """End the process, if there is one, and close what is open."""
@@ -191,6 +219,9 @@ class Launch:
             if self._process is not None:
                 self._process.kill()
                 await self._process.wait()
+            if self._guard is not None:
+                end_guard(self._guard)
+                self._guard = None
             if self._api is not None:
                 await self._api.aclose()
         if self._listener is not None:
@@ -216,7 +247,7 @@ def last_words(root: Path) -> str:
     words = ""
     for name, what in ((LOG, "Firecracker said"), (CONSOLE, "console ended with")):
         try:
-            text = (root / name).read_bytes()[-TAIL:].decode(errors="replace")
+            text = _tail(root / name).decode(errors="replace")
         except OSError:
             continue
         if lines := [line for line in text.splitlines() if line.strip()]:
@@ -235,8 +266,19 @@ def _new_file(directory: Path, name: str) -> IO[bytes]:
     return open(os.path.join(directory, name), "wb", buffering=0)
 
 
+def _open_theirs(path: Path) -> IO[bytes]:
+    """Open a file where Firecracker may write, in its jail at least: a link put there would lead anywhere."""
+    return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def _tail(path: Path) -> bytes:
+    with _open_theirs(path) as source:
+        source.seek(max(0, os.fstat(source.fileno()).st_size - TAIL))
+        return source.read(TAIL)
+
+
 def _read_state(path: Path) -> bytes:
-    with open(path, "rb") as source:
+    with _open_theirs(path) as source:
         state = source.read(MAX_STATE + 1)
     if len(state) > MAX_STATE:
         raise EngineError(f"Firecracker wrote more than {MAX_STATE >> 20} MiB of device state")
@@ -245,7 +287,7 @@ def _read_state(path: Path) -> bytes:
 
 def _is_state(path: Path) -> bool:
     try:
-        with open(path, "rb") as source:
+        with _open_theirs(path) as source:
             return source.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

@@ -13,6 +13,7 @@ import trio
 from forkd.plugins.engine_firecracker.requests import AGENT_PORT, VSOCK
 
 DIAL_TIMEOUT = 5.0
+REACH_TIMEOUT = 10.0
 MAX_GREETING = 64
 MAX_ADDRESS = 100
 
@@ -56,10 +57,14 @@ class UnixStream(trio.abc.Stream):
 
     async def aclose(self) -> None:
         """Close it; who waits gets ClosedResourceError."""
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """As ``aclose``, at once."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._socket)
             self._socket.close()
-        await trio.lowlevel.checkpoint()
 
     def _open(self) -> socket.socket:
         if self._socket.fileno() < 0:
@@ -182,12 +187,18 @@ async def dial_guest(root: Path) -> UnixStream | None:
     return None
 
 
-async def reach(directory: Path, name: str) -> UnixStream:
-    """Connect to a socket that is there: bound first, and listening an instant later."""
+async def reach(directory: Path, name: str, given_up: Callable[[], bool] = lambda: False) -> UnixStream:
+    """Connect to a socket that is there: bound first, and listening an instant later.
+
+    A file of a dead process refuses for ever: raises OSError then, once ``given_up`` says so or it has lasted long.
+    """
+    deadline = trio.current_time() + REACH_TIMEOUT
     while True:
         try:
             return UnixStream(_connect(directory, name))
         except (ConnectionRefusedError, BlockingIOError):
+            if given_up() or trio.current_time() > deadline:
+                raise
             await trio.sleep(0.0005)
 
 

@@ -2,7 +2,7 @@
 
 Run as a program in place of `firecracker`: it knows `--version` and `--api-sock PATH`, keeps every request in
 `requests.json` of its working directory, and connects to the agent's socket as a guest would. The environment variable
-FAKE_FIRECRACKER chooses: ok, die, refuse, garbage, slow, memory-first, huge.
+FAKE_FIRECRACKER chooses: ok, die, refuse, garbage, slow, memory-first, huge, no-number, bound-only.
 
 It imports little, and late: a bench starts a hundred of these beside what it measures.
 """
@@ -64,6 +64,8 @@ def main() -> None:
         sys.exit(148)
     listener = socket(AF_UNIX, SOCK_STREAM)
     listener.bind(sys.argv[sys.argv.index("--api-sock") + 1])
+    if how == "bound-only":
+        sys.exit(1)
     listener.listen(1)
     seen: list[str] = []
     guest = None
@@ -77,6 +79,8 @@ def main() -> None:
                 connection.sendall(b"\x00\xff this is not HTTP\r\n\r\n")
             elif how == "huge":
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99999999999\r\n\r\n")
+            elif how == "no-number":
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: \xb2\r\n\r\n")
             elif how == "slow":
                 continue
             elif how == "die-later" and path in ("/actions", "/snapshot/load"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,9 +18,13 @@ import pytest
 import trio
 
 from forkd.linux.hostprobe import HostProbe
+from forkd.linux.process import ProcessHandle, start_time
 from forkd.plugins.engine_firecracker import requests as table
 from forkd.plugins.engine_firecracker.api import Api
 from forkd.plugins.engine_firecracker.engine import FirecrackerEngine
+from forkd.plugins.engine_firecracker.machine import CONSOLE, LOG, last_words
+from forkd.plugins.engine_firecracker.sockets import listen
+from forkd.slots import find_orphans, workers_in
 from forkd.specs.engine import BootSpec, EngineContext, MemoryImage, RestoreSpec, Slot
 from forkd.specs.errors import (
     BadInput,
@@ -33,6 +39,8 @@ from forkd.specs.models import Hardware, Platform
 
 HERE = Path(__file__).parent
 DESCRIPTION = json.loads((HERE.parent / "data/firecracker-api.json").read_text())
+SYSTEM_PYTHON = shutil.which("python3", path="/usr/bin:/bin")
+as_root = pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON, reason="needs root and the system's own python3")
 HARDWARE = Hardware(vcpus=2, mem_mib=256, network=True)
 PLATFORM = Platform(
     engine="firecracker", engine_version="1.12.0", accelerator="kvm", machine="firecracker", cpu="host:x", arch="x86_64"
@@ -77,8 +85,8 @@ def engine(machine_room: Path) -> FirecrackerEngine:
 
 @pytest.fixture
 def slot(machine_room: Path) -> Iterator[Slot]:
-    directory = machine_room / "slot"
-    directory.mkdir()
+    directory = machine_room / "run" / "owner" / "slot"
+    directory.mkdir(parents=True)
     yield Slot("sb-1", directory)
     left = [pid for pid in os.listdir("/proc") if pid.isdigit() and _cwd(pid) == str(directory)]
     assert left == []
@@ -195,6 +203,8 @@ async def test_a_version_that_writes_memory_first_is_given_a_file_that_is_thrown
         ("refuse", "not supported: /snapshot/load"),
         ("garbage", "which is not HTTP"),
         ("huge", "announced an answer of"),
+        ("no-number", "announced an answer of '²'"),
+        ("bound-only", "its API cannot be reached"),
     ],
 )
 async def test_a_launch_that_fails_tells_the_whole_story_and_leaves_nothing(
@@ -243,6 +253,7 @@ async def test_an_answer_that_does_not_come_is_an_error_and_never_taken_for_the_
         b"HTTP/1.1 204 No Content\r\n\r\n",
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 \r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length:2 \r\nServer: x\r\n\r\n{}",
     ],
 )
 async def test_answers_may_come_in_any_pieces(answer: bytes) -> None:
@@ -253,7 +264,7 @@ async def test_answers_may_come_in_any_pieces(answer: bytes) -> None:
             await theirs.send_all(bytes([byte]))
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'"text"', b'{"fault_message": "no"}', b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"{", b'"text"', b'{"fault_message": "no"}', b"\xff", b"[" * 100_000])
 async def test_every_error_body_is_told(body: bytes) -> None:
     ours, theirs = trio.testing.memory_stream_pair()
     await theirs.send_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -303,4 +314,113 @@ async def test_a_jailed_start_goes_through_the_jailer_with_files_of_its_own(mach
     command = engine._command(dataclasses.replace(slot, netns="/run/netns/forkd-sb-1"))
     words = " ".join(command)
     assert "jailer --id sb-1 --exec-file" in words and "--uid 65534 --gid 65534 --netns /run/netns/forkd-sb-1" in words
-    assert words.endswith("-- --api-sock api.sock") and "--pdeathsig KILL" in words
+    assert words.endswith("-- --api-sock api.sock")
+
+
+@pytest.fixture
+def jailed(machine_room: Path, monkeypatch: pytest.MonkeyPatch) -> FirecrackerEngine:
+    """An engine whose Firecracker is called otherwise and linked to, as from a release, and jailed as users of many."""
+    program, jailer = machine_room / "root/usr/bin/firecracker", machine_room / "bin/jailer"
+    # The system's Python, as the tests' own may be where no other user may look.
+    program.write_text(f'#!/bin/sh\nexec {SYSTEM_PYTHON} {HERE / "firecracker_server.py"} "$@"\n')
+    program.chmod(0o755)
+    program.rename(program.with_name("firecracker-v1.12.0"))
+    program.symlink_to("firecracker-v1.12.0")
+    jailer.parent.mkdir()
+    jailer.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "jailer_stand_in.py"} "$@"\n')
+    jailer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{jailer.parent}:{os.environ['PATH']}")
+    context = EngineContext(machine_room, {"jail": "1879048192-2013265919"})
+    return FirecrackerEngine(context, HostProbe(machine_room / "root"))
+
+
+@as_root
+async def test_a_jailed_machine_is_a_user_of_its_own_and_is_found_adopted_and_ended(
+    jailed: FirecrackerEngine, machine_room: Path, slot: Slot
+) -> None:
+    machine = await jailed.restore(restore_spec(machine_room), slot)
+    try:
+        assert 1879048192 <= os.stat(f"/proc/{machine.pid}").st_uid <= 2013265919
+        assert _cwd(str(machine.pid)) == "/", "as the kernel tells it"
+        assert workers_in(slot.directory) == [machine.pid]
+        (orphan,) = find_orphans(machine_room / "run")
+        assert orphan.pids == (machine.pid,)
+        await machine._api.aclose()
+        (root,) = slot.directory.glob("jail/*/*/root")
+        listen(root, "vsock.sock", None).close()  # a guest that does not wait on it: it will knock
+        adopted = await jailed.adopt(slot, machine.pid, start_time(machine.pid))
+        await adopted.pause()
+        await adopted.kill()
+    finally:
+        await machine.kill()
+    assert workers_in(slot.directory) == []
+
+
+@as_root
+async def test_a_jailed_machine_dies_with_its_owner(jailed: FirecrackerEngine, machine_room: Path, slot: Slot) -> None:
+    restore_spec(machine_room)
+    owner = await trio.lowlevel.open_process(
+        [sys.executable, __file__, str(machine_room), str(slot.directory)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+    )
+    assert owner.stdout is not None
+    with trio.fail_after(60):
+        pid = int(await owner.stdout.receive_some(20))
+        process = ProcessHandle.of_running(pid, start_time(pid))
+        assert process is not None
+        owner.kill()
+        await owner.wait()
+        await process.wait()
+
+
+@as_root
+async def test_a_file_that_cannot_be_linked_into_a_jail_is_named(
+    jailed: FirecrackerEngine, machine_room: Path, slot: Slot
+) -> None:
+    import dataclasses
+
+    memory = MemoryImage("/proc/self/maps", 256 << 20)
+    with pytest.raises(LaunchFailed, match="/proc/self/maps cannot be linked into a jail"):
+        await jailed.restore(dataclasses.replace(restore_spec(machine_room), memory=memory), slot)
+
+
+async def test_a_machine_that_cannot_be_reached_is_ended_and_not_left_to_itself(
+    engine: FirecrackerEngine, machine_room: Path, slot: Slot
+) -> None:
+    machine = await engine.restore(restore_spec(machine_room), slot)
+    try:
+        (slot.directory / "api.sock").unlink()
+        with pytest.raises(MachineGone, match="does not answer"):
+            await engine.adopt(slot, machine.pid, start_time(machine.pid))
+        assert _cwd(str(machine.pid)) == ""
+    finally:
+        await machine.kill()
+
+
+def test_last_words_are_the_end_of_files_and_no_links(tmp_path: Path) -> None:
+    with open(tmp_path / LOG, "wb") as log:
+        log.truncate(1 << 40)
+        log.seek(0, os.SEEK_END)
+        log.write(b"\nthe end")
+    (tmp_path / CONSOLE).symlink_to("/etc/passwd")
+    words = last_words(tmp_path)
+    assert words.endswith("the end") and "root" not in words
+
+
+def _own(room: Path, directory: Path) -> None:
+    """An owner that starts a jailed machine, says which, and waits."""
+
+    async def main() -> None:
+        context = EngineContext(room, {"jail": "65534"})
+        slot = Slot("sb-1", directory)
+        assert slot.die_with_owner
+        machine = await FirecrackerEngine(context, HostProbe(room / "root")).restore(restore_spec(room), slot)
+        print(machine.pid, flush=True)
+        await trio.sleep_forever()
+
+    trio.run(main)
+
+
+if __name__ == "__main__":
+    _own(Path(sys.argv[1]), Path(sys.argv[2]))
