@@ -30,6 +30,7 @@ from forkd.network_rules import (
     LINK_PREFIX,
     PREFIX_LENGTH,
     TAP,
+    UPLINK,
     child_rules,
 )
 from forkd.specs.engine import Slot
@@ -171,7 +172,7 @@ def _make(directory: Path, name: str, info: SandboxInfo, tap: bool) -> None:
     if info.network != "none":
         _check_host()
     # Written before anything is made, so that whatever kills us leaves a trace of what to remove.
-    record.write_text(json.dumps({"namespace": name, "link": None}))
+    _write_record(record, name, None)
     netns.ip([f"netns add {name}"])
     if info.network == "none":
         lines = ["link set lo up", *(_tap_lines() if tap else ())]
@@ -180,11 +181,11 @@ def _make(directory: Path, name: str, info: SandboxInfo, tap: bool) -> None:
     with netns.exclusively(LOCK):
         index = _free_index()
         link = f"{LINK_PREFIX}{index}"
-        record.write_text(json.dumps({"namespace": name, "link": link}))
+        _write_record(record, name, link)
         ours, theirs = POOL[2 * index], POOL[2 * index + 1]
         netns.ip(
             [
-                f"link add {link} type veth peer name up0 netns {name}",
+                f"link add {link} type veth peer name {UPLINK} netns {name}",
                 f"addr add {ours}/31 dev {link}",
                 f"link set {link} up",
             ]
@@ -200,13 +201,20 @@ def _make(directory: Path, name: str, info: SandboxInfo, tap: bool) -> None:
                 "link set lo up",
                 *_tap_lines(),
                 f"addr add {GATEWAY}/{PREFIX_LENGTH} dev {TAP}",
-                f"addr add {theirs}/31 dev up0",
-                "link set up0 up",
+                f"addr add {theirs}/31 dev {UPLINK}",
+                f"link set {UPLINK} up",
                 f"route add default via {ours}",
             ]
         )
 
     netns.within(name, inside)
+
+
+def _write_record(record: Path, name: str, link: str | None) -> None:
+    """Replace it as a whole: half of one would tell nobody what to remove."""
+    staged = record.with_suffix(".tmp")
+    staged.write_text(json.dumps({"namespace": name, "link": link}))
+    staged.replace(record)
 
 
 def _tap_lines() -> list[str]:
@@ -220,15 +228,16 @@ def remove_network(directory: Path) -> bool:
         known = json.loads(record.read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
-    link = known["link"]
-    if link is not None:
+    name = known["namespace"]
+    if known["link"] is not None:
         with netns.exclusively(LOCK):
-            if link in netns.links(LINK_PREFIX):
-                netns.ip([f"link del {link}"])
+            # By its other end: on the host a name that was never taken, or was given back, may be another's by now.
+            if netns.exists(name) and UPLINK in netns.within(name, lambda: netns.links(UPLINK)):
+                netns.within(name, lambda: netns.ip([f"link del {UPLINK}"]))
             if not netns.links(LINK_PREFIX):
                 netns.nft(f"table inet {HOST_TABLE} {{}}\ndelete table inet {HOST_TABLE}\n")
-    if netns.exists(known["namespace"]):
-        netns.ip([f"netns del {known['namespace']}"])
+    if netns.exists(name):
+        netns.ip([f"netns del {name}"])
     record.unlink(missing_ok=True)
     return True
 

@@ -10,8 +10,9 @@ import logging
 import secrets
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -20,12 +21,16 @@ from forkd.linux.netns import NetworkError
 from forkd.network_rules import GATEWAY
 
 MAX_MESSAGE = 4096
+MAX_ANSWER = 512
+"""What every guest takes in one piece, and so all it is sent: there is no way to ask us for more."""
 MAX_WAITING = 32
 UPSTREAM_TIMEOUT = 5.0
 MIN_TTL, MAX_TTL = 60, 3600
 TYPE_A, CLASS_IN = 1, 1
 NO_ERROR, SERVER_FAILURE, NAME_ERROR, NOT_IMPLEMENTED = 0, 2, 3, 4
 _HEADER = struct.Struct(">HHHHHH")
+_RECORD = struct.Struct(">HHHIH4s")
+_TRUNCATED, _CODE = 0x0200, 0x000F
 log = logging.getLogger("forkd")
 
 
@@ -61,7 +66,9 @@ def parse_question(message: bytes) -> Question:
             break
         if size > 63:
             raise NotDns("a compressed or over-long label")
-        labels.append(message[end : end + size])
+        if b"." in (label := message[end : end + size]):
+            raise NotDns("a dot in a label, which would look like another name")
+        labels.append(label)
         end += size
     if end - _HEADER.size > 255 or len(message) < end + 4:
         raise NotDns("the question is cut short or too long")
@@ -72,9 +79,12 @@ def parse_question(message: bytes) -> Question:
     return Question(ident, name, kind, message[_HEADER.size : end + 4], bool(flags & 0x0100))
 
 
-def answer(question: Question, code: int) -> bytes:
-    """An answer without records."""
-    return _HEADER.pack(question.ident, 0x8080 | (question.recursion << 8) | code, 1, 0, 0, 0) + question.raw
+def answer(question: Question, code: int, addresses: Sequence[tuple[str, int]] = ()) -> bytes:
+    """An answer with addresses and their lifetimes, as many as fit, and with nothing else."""
+    told = addresses[: (MAX_ANSWER - _HEADER.size - len(question.raw)) // _RECORD.size]
+    records = (_RECORD.pack(0xC00C, TYPE_A, CLASS_IN, ttl, 4, ipaddress.IPv4Address(one).packed) for one, ttl in told)
+    flags = 0x8080 | (question.recursion << 8) | code
+    return _HEADER.pack(question.ident, flags, 1, len(told), 0, 0) + question.raw + b"".join(records)
 
 
 def parse_addresses(message: bytes) -> Iterator[tuple[str, int]]:
@@ -124,6 +134,10 @@ class Resolver:
         self._upstream = upstream
         self._scope = trio.CancelScope()
         self._waiting = 0
+        self._open_until: dict[str, float] = {}
+        # One guest takes one thread, of its own: those of the daemon are for everybody.
+        self._permitting = trio.Lock()
+        self._thread = trio.CapacityLimiter(1)
 
     def close(self) -> None:
         """Stop serving; the socket, which would keep the namespace alive, is closed when this returns."""
@@ -170,48 +184,82 @@ class Resolver:
         found = await ask(self._upstream, question)
         if found is None:
             return answer(question, SERVER_FAILURE)
-        if not self._open:
-            try:
-                await self._permit(list(parse_addresses(found)))
-            except (NotDns, NetworkError) as error:
-                log.warning("resolver of %s: %s: %s", self._namespace, question.name, error)
-                return answer(question, SERVER_FAILURE)
-        return found
+        try:
+            addresses = [(one, min(ttl, MAX_TTL)) for one, ttl in dict(parse_addresses(found)).items()]
+            if not self._open:
+                await self._permit(addresses)
+        except (NotDns, NetworkError) as error:
+            log.warning("resolver of %s: %s: %s", self._namespace, question.name, error)
+            return answer(question, SERVER_FAILURE)
+        return answer(question, _flags(found) & _CODE, addresses)
 
     async def _permit(self, addresses: list[tuple[str, int]]) -> None:
-        """Let the guest reach what it was just told, for as long as it may remember."""
-        if addresses:
-            elements = ", ".join(f"{one} timeout {_lifetime(ttl)}s" for one, ttl in dict(addresses).items())
+        """Let the guest reach what it is about to be told, for as long as it may remember.
+
+        Opened for twice as long, so that asking again and again costs no more than asking once.
+        """
+        async with self._permitting:
+            now = trio.current_time()
+            lives = {one: max(ttl, MIN_TTL) for one, ttl in addresses}
+            if all(self._open_until.get(one, now) >= now + life for one, life in lives.items()):
+                return
+            elements = ", ".join(f"{one} timeout {2 * life}s" for one, life in lives.items())
             # Deleted first where it is there: nft does not renew the lifetime of an element by adding it again.
-            single = ", ".join(dict(addresses))
+            single = ", ".join(lives)
             rules = (
                 f"add element inet forkd names {{ {single} }}\n"
                 f"delete element inet forkd names {{ {single} }}\n"
                 f"add element inet forkd names {{ {elements} }}\n"
             )
-            await trio.to_thread.run_sync(netns.within, self._namespace, lambda: netns.nft(rules))
+            work = partial(netns.within, self._namespace, partial(netns.nft, rules))
+            await trio.to_thread.run_sync(work, limiter=self._thread)
+            self._open_until = {one: until for one, until in self._open_until.items() if until > now}
+            self._open_until |= {one: now + 2 * life for one, life in lives.items()}
 
 
 async def ask(upstream: str, question: Question, port: int = 53) -> bytes | None:
-    """Ask a nameserver, from a port and with an id of our own choosing; None if it does not answer properly."""
+    """Ask a nameserver, from a port and with an id of our own choosing; None if it does not answer properly.
+
+    What it cannot say in one packet it is asked for again by TCP.
+    """
     ident = secrets.randbelow(1 << 16)
     query = _HEADER.pack(ident, 0x0100, 1, 0, 0, 0) + question.raw
-    with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        with trio.move_on_after(UPSTREAM_TIMEOUT):
-            try:
-                await sock.connect((upstream, port))
-                await sock.send(query)
-                while True:
-                    found = await sock.recv(MAX_MESSAGE)
-                    if found[:2] == query[:2] and found[_HEADER.size : len(query)].lower() == question.raw.lower():
-                        return question.ident.to_bytes(2, "big") + found[2:]
-            except OSError:
-                return None
+    with trio.move_on_after(UPSTREAM_TIMEOUT):
+        try:
+            found = await _ask_by_udp(upstream, port, query)
+            return await _ask_by_tcp(upstream, port, query) if _flags(found) & _TRUNCATED else found
+        except OSError:
+            return None
     return None
 
 
-def _lifetime(ttl: int) -> int:
-    return min(max(ttl, MIN_TTL), MAX_TTL)
+async def _ask_by_udp(upstream: str, port: int, query: bytes) -> bytes:
+    with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        await sock.connect((upstream, port))
+        await sock.send(query)
+        while True:
+            if _answers(query, found := await sock.recv(MAX_MESSAGE)):
+                return found
+
+
+async def _ask_by_tcp(upstream: str, port: int, query: bytes) -> bytes | None:
+    with trio.socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        await sock.connect((upstream, port))
+        await trio.SocketStream(sock).send_all(len(query).to_bytes(2, "big") + query)
+        found = b""
+        while len(found) < 2 or len(found) < 2 + int.from_bytes(found[:2], "big"):
+            if not (chunk := await sock.recv(MAX_MESSAGE)):
+                return None
+            found += chunk
+        return found[2:] if _answers(query, found[2:]) else None
+
+
+def _answers(query: bytes, found: bytes) -> bool:
+    return found[:2] == query[:2] and found[_HEADER.size : len(query)].lower() == query[_HEADER.size :].lower()
+
+
+def _flags(message: bytes) -> int:
+    return int.from_bytes(message[2:4], "big")
 
 
 def _bind() -> socket.socket:

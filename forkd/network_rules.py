@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 TAP = "tap0"
+UPLINK = "up0"
 GUEST = "10.42.0.2"
 GATEWAY = "10.42.0.1"
 GATEWAY_MAC = "02:f0:4b:d0:00:01"
@@ -40,10 +41,17 @@ table inet forkd {{
 """The host's part: nothing from a guest is for the host itself or for another guest, nothing new goes to a guest."""
 
 
+MAX_FLOWS = 4096
+"""Connections a guest may have at once: the kernel's table of them is one for the host and all its guests."""
+MAX_QUESTIONS = 200
+"""Questions a second a guest may ask our resolver, which is part of the daemon."""
+
+
 def child_rules(mode: str, networks: Sequence[str], pool: str) -> str:
     """The rules inside one namespace, which go when it goes. Everything is refused but what is named, and at once."""
     elements = f"elements = {{ {', '.join(networks)} }}" if networks else ""
-    verdict = "accept" if mode == "nat" else "ip daddr @networks accept\n    ip daddr @names accept"
+    verdict = "goto out" if mode == "nat" else "ip daddr @networks goto out\n    ip daddr @names goto out"
+    question = f'iifname "{TAP}" ip daddr {GATEWAY} udp dport 53'
     return f"""
 table inet forkd {{
   set networks {{ type ipv4_addr; flags interval; {elements} }}
@@ -58,15 +66,20 @@ table inet forkd {{
     {verdict}
     reject with icmp type admin-prohibited
   }}
+  chain out {{
+    ct count over {MAX_FLOWS} reject with icmp type admin-prohibited
+    accept
+  }}
   chain input {{
     type filter hook input priority 0; policy drop;
     iifname "lo" accept
-    iifname "{TAP}" ip daddr {GATEWAY} udp dport 53 accept
+    {question} limit rate over {MAX_QUESTIONS}/second burst {MAX_QUESTIONS} packets drop
+    {question} accept
     iifname "{TAP}" reject with icmp type admin-prohibited
   }}
   chain postrouting {{
     type nat hook postrouting priority 100; policy accept;
-    oifname "up0" masquerade
+    oifname "{UPLINK}" masquerade
   }}
 }}
 """

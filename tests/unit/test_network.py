@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
+from functools import partial
+from typing import Any
 
 import pytest
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +18,10 @@ from forkd.network_dns import (
     NAME_ERROR,
     NotDns,
     Question,
+    Resolver,
     allowed,
     answer,
+    ask,
     parse_addresses,
     parse_question,
 )
@@ -75,6 +82,69 @@ def test_addresses_are_found_behind_an_alias() -> None:
     record = b"\xc0\x10\x00\x01\x00\x01\x00\x00\x01\x2c\x00\x04\xc6\x33\x64\x14"
     message = bytes.fromhex("beef81800001000200000000") + QUERY[12:] + alias + record
     assert list(parse_addresses(message)) == [("198.51.100.20", 300)]
+
+
+def test_a_label_with_a_dot_is_refused_as_it_would_look_like_another_name() -> None:
+    with pytest.raises(NotDns, match="a dot in a label"):
+        parse_question(QUERY[:12] + b"\x0bexample.com\x00\x00\x01\x00\x01")
+
+
+def test_an_answer_has_as_many_addresses_as_every_guest_takes_and_nothing_else() -> None:
+    made = answer(parse_question(QUERY), 0, [(f"198.51.100.{number}", 60) for number in range(100)])
+    assert len(made) <= 512 and made[:4] == bytes.fromhex("beef8180")
+    found = list(parse_addresses(made))
+    assert found == [(f"198.51.100.{number}", 60) for number in range(len(found))] and len(found) > 25
+
+
+async def test_what_a_nameserver_cannot_say_in_one_packet_is_asked_for_by_tcp() -> None:
+    question = parse_question(QUERY)
+    record = b"\xc0\x0c\x00\x01\x00\x01\x00\x00\x01\x2c\x00\x04\xc6\x33\x64\x14"
+    listener = (await trio.open_tcp_listeners(0, host="127.0.0.1"))[0]
+    port = listener.socket.getsockname()[1]
+
+    async def by_tcp(stream: trio.SocketStream) -> None:
+        query = await stream.receive_some(1000)
+        full = query[2:4] + b"\x81\x80\x00\x01\x00\x28" + bytes(4) + query[14:] + 40 * record
+        for byte in len(full).to_bytes(2, "big") + full:
+            await stream.send_all(bytes([byte]))
+
+    async def by_udp(sock: trio.socket.SocketType) -> None:
+        query, peer = await sock.recvfrom(1000)
+        await sock.sendto(query[:2] + b"\x83\x80\x00\x01" + bytes(6) + query[12:], peer)
+
+    with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        await sock.bind(("127.0.0.1", port))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, by_tcp, [listener])
+            nursery.start_soon(by_udp, sock)
+            found = await ask("127.0.0.1", question, port)
+            nursery.cancel_scope.cancel()
+    assert found is not None and len(list(parse_addresses(found))) == 40
+
+
+async def test_asking_again_and_again_opens_the_way_once(monkeypatch: pytest.MonkeyPatch, autojump_clock: Any) -> None:
+    opened: list[str] = []
+    life = 300
+
+    async def upstream(address: str, question: Question) -> bytes:
+        return answer(question, 0, [("198.51.100.20", life)])
+
+    def within(namespace: str, work: partial[None]) -> None:
+        opened.append(work.args[0])
+
+    monkeypatch.setattr("forkd.network_dns.ask", upstream)
+    monkeypatch.setattr("forkd.linux.netns.within", within)
+    resolver = Resolver("forkd-x", "allowlist", ("www.example.com",), "192.0.2.1")
+    async with trio.open_nursery() as nursery:
+        for _ in range(30):
+            nursery.start_soon(resolver._reply, QUERY)
+    assert len(opened) == 1 and f"198.51.100.20 timeout {2 * life}s" in opened[0]
+    await trio.sleep(life - 1)
+    await resolver._reply(QUERY)
+    assert len(opened) == 1, "it is open for as long as the guest may remember this answer"
+    await trio.sleep(2)
+    await resolver._reply(QUERY)
+    assert len(opened) == 2
 
 
 @given(st.binary(max_size=600))

@@ -6,23 +6,31 @@ The world outside is a second namespace: 198.51.100.10 is the server on the allo
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import trio
 
 from forkd.linux import netns
 from forkd.network_dns import CLASS_IN, TYPE_A, parse_question
+from forkd.network_rules import GATEWAY_MAC, GUEST, TAP
+from forkd.plugins.engine_qemu.command import MAC
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.errors import ControllerError
+from forkd.slots import SlotOwner
+from forkd.specs.models import SandboxInfo
 
 WORLD = "forkd-test-world"
 SERVERS = ("198.51.100.10", "198.51.100.20", "198.51.100.30", "169.254.169.254")
@@ -276,15 +284,67 @@ async def test_without_root_the_vmm_is_the_network_and_says_what_that_means(data
     assert leftovers() == []
 
 
+async def test_a_guest_that_opens_flows_without_end_fills_no_table_of_the_host(tmp_path: Path) -> None:
+    from forkd.network_rules import MAX_FLOWS
+
+    count = Path("/proc/sys/net/netfilter/nf_conntrack_count")
+    owner = SlotOwner(tmp_path)
+    async with trio.open_nursery() as nursery:
+        slot = owner.take("sb-flood")
+        info = SandboxInfo(id=slot.id, snapshot_tag="", created_at_unix=0, network="nat")
+        slot = await owner.attach(slot, info, nursery, "198.51.100.53")
+        before = int(count.read_text())
+
+        def flood() -> None:
+            with tap() as frames:
+                for port in range(MAX_FLOWS + 2000):
+                    frames.write(datagram("198.51.100.30", 1024 + port))
+
+        await trio.to_thread.run_sync(netns.within, f"forkd-{slot.id}", flood)
+        assert MAX_FLOWS // 2 < int(count.read_text()) - before <= MAX_FLOWS + 100
+        await owner.release(slot)
+    assert leftovers() == []
+    owner.close()
+
+
+async def test_a_slot_whose_link_was_never_made_takes_nobody_elses(tmp_path: Path) -> None:
+    owner = SlotOwner(tmp_path)
+    async with trio.open_nursery() as nursery:
+        slot = owner.take("sb-lives")
+        info = SandboxInfo(id=slot.id, snapshot_tag="", created_at_unix=0, network="nat")
+        slot = await owner.attach(slot, info, nursery, "198.51.100.53")
+        (link,) = netns.links("fkd")
+        half = owner.take("sb-half")  # of a process killed before it made the link that another has taken since
+        netns.ip([f"netns add forkd-{half.id}"])
+        (half.directory / "network.json").write_text(json.dumps({"namespace": f"forkd-{half.id}", "link": link}))
+        await owner.release(half)
+        assert netns.links("fkd") == [link] and not netns.exists(f"forkd-{half.id}")
+        await owner.release(slot)
+    assert leftovers() == []
+    owner.close()
+
+
+@contextmanager
+def tap() -> Iterator[IO[bytes]]:
+    """The end of this namespace's tap that a machine would have."""
+    with open("/dev/net/tun", "r+b", buffering=0) as device:
+        fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", TAP.encode(), 0x1002))  # TUNSETIFF, IFF_TAP | IFF_NO_PI
+        yield device
+
+
+def datagram(target: str, port: int) -> bytes:
+    """A frame from the guest, with an empty UDP datagram (no checksum)."""
+    udp = struct.pack(">HHHH", 40000, port, 8, 0)
+    head = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 28, 0, 0, 64, 17, 0, socket.inet_aton(GUEST), socket.inet_aton(target))
+    total = sum(struct.unpack(">10H", head))
+    total = (total & 0xFFFF) + (total >> 16)
+    head = head[:10] + struct.pack(">H", ~((total & 0xFFFF) + (total >> 16)) & 0xFFFF) + head[12:]
+    return bytes.fromhex((GATEWAY_MAC + MAC).replace(":", "")) + b"\x08\x00" + head + udp
+
+
 @pytest.mark.slow
 async def test_three_hundred_namespaces_come_and_go(tmp_path: Path) -> None:
-    from forkd.network import Networks
-    from forkd.slots import SlotOwner
-    from forkd.specs.models import SandboxInfo
-
     owner = SlotOwner(tmp_path)
-    networks: Networks = owner.networks
-    assert networks is not None
     async with trio.open_nursery() as nursery:
         slots = []
         limit = trio.Semaphore(4)
