@@ -109,7 +109,7 @@ class HttpClient:
             try:
                 async with self._open(method, url, auth, headers or {}, body, accept) as response:
                     found = bytearray()
-                    async with _body(response) as chunks:
+                    async with body_of(response) as chunks:
                         async for chunk in chunks:
                             found += chunk
                             if len(found) > limit:
@@ -128,8 +128,8 @@ class HttpClient:
                 async with self._open("GET", url, auth, wanted, None, (200, 206, 416)) as response:
                     skip = _check_range(response, position, size)
                     if response.status_code == 416:
-                        return  # all of it was there already
-                    async with _body(response) as chunks:
+                        return  # there is nothing more
+                    async with body_of(response) as chunks:
                         async for chunk in chunks:
                             fresh, skip = chunk[skip:], max(0, skip - len(chunk))
                             if size is not None and position + len(fresh) > size:
@@ -199,9 +199,12 @@ class HttpClient:
 
 
 @asynccontextmanager
-async def _body(response: httpx.Response) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The bytes of an answer, which may be left unread: httpx's nested generators are brought to their end."""
-    chunks = response.aiter_raw()
+async def body_of(response: httpx.Response, piece: int | None = None) -> AsyncIterator[AsyncIterator[bytes]]:
+    """The bytes of an answer, in pieces of a size or as they come.
+
+    They may be left unread: httpx's nested generators are brought to their end.
+    """
+    chunks = response.aiter_raw(piece)
     try:
         yield chunks
     finally:
@@ -217,8 +220,8 @@ def _check_range(response: httpx.Response, position: int, size: int | None) -> i
     url = _shown(str(response.url))
     declared = response.headers.get("content-length", "")
     if response.status_code == 416:
-        if size is None and response.headers.get("content-range", "") == f"bytes */{position}":
-            return 0
+        if size is None:
+            return 0  # it ends here or before; whether that is right is the caller's to say
         raise TransferError(f"{url} is shorter than the part of it that is here already")
     begin = 0
     if response.status_code == 206:
@@ -232,8 +235,13 @@ def _check_range(response: httpx.Response, position: int, size: int | None) -> i
 
 
 def _redirected(method: str, url: str, response: httpx.Response, count: int) -> str:
-    target: str = urljoin(url, response.headers.get("location", ""))
-    old, new = urlsplit(url), urlsplit(target)
+    location = response.headers.get("location", "")
+    try:
+        target: str = urljoin(url, location)
+        old, new = urlsplit(url), urlsplit(target)
+        httpx.URL(target)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise TransferError(f"{_shown(url)} redirects to {location[:80]!r}, which is no URL") from error
     if count > MAX_REDIRECTS:
         raise TransferError(f"{_shown(url)} redirects again and again")
     if method not in ("GET", "HEAD") and response.status_code not in (307, 308):
@@ -255,7 +263,7 @@ async def _raise(url: str, response: httpx.Response) -> None:
     if status in (404, 410):
         raise NotFound(f"{_shown(url)} is not there")
     said = bytearray()
-    async with _body(response) as chunks:
+    async with body_of(response) as chunks:
         async for chunk in chunks:
             said += chunk
             if len(said) > 400:
@@ -268,11 +276,11 @@ def _retry_after(value: str | None, now: Callable[[], float] = time.time) -> flo
     """Seconds to wait from a Retry-After header: a number, or a date."""
     if value is None:
         return None
-    if value.strip().isdigit():
+    if value.strip().isdecimal():
         return float(value)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - now())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 

@@ -12,7 +12,8 @@ BLOCK = 512
 TRAILER_SIZE = 2 * BLOCK
 _MAGIC = b"\x28\xb5\x2f\xfd\xa0"  # the last byte: one segment, its length in 32 bits, no checksum, no dictionary
 _RAW_BLOCK = 1 << 17
-_HEAD = len(_MAGIC) + 4
+HEAD = len(_MAGIC) + 4
+"""How many bytes of a frame say how long it is."""
 
 
 def frame(content: bytes) -> bytes:
@@ -27,18 +28,22 @@ def frame(content: bytes) -> bytes:
 
 def read_frame(read: Callable[[int], bytes], limit: int) -> bytes:
     """The content of the glue frame at hand, of at most ``limit`` bytes. Raises PackError for anything else."""
-    head = read(_HEAD)
-    if len(head) < _HEAD or not head.startswith(_MAGIC):
-        raise PackError("this is not a pack", hint="packs are made by forkd pack")
-    (size,) = struct.unpack("<I", head[len(_MAGIC) :])
-    if size > limit:
-        raise PackError(f"the pack's manifest has {size} bytes; {limit} are allowed")
-    blocks = max(1, -(-size // _RAW_BLOCK))
-    body = read(size + 3 * blocks)
+    head = read(HEAD)
+    body = read(frame_size(head, limit) - HEAD)
     content = b"".join(body[start + 3 : start + 3 + _RAW_BLOCK] for start in range(0, len(body), _RAW_BLOCK + 3))
     if head + body != frame(content):
         raise PackError("the pack's beginning is cut short or malformed")
     return content
+
+
+def frame_size(head: bytes, limit: int) -> int:
+    """How many bytes the glue frame that begins with ``head`` has. Raises PackError if it is none or over ``limit``."""
+    if len(head) < HEAD or not head.startswith(_MAGIC):
+        raise PackError("this is not a pack", hint="packs are made by forkd pack")
+    size = int.from_bytes(head[len(_MAGIC) : HEAD], "little")
+    if size > limit:
+        raise PackError(f"the pack's manifest has {size} bytes; {limit} are allowed")
+    return HEAD + size + 3 * max(1, -(-size // _RAW_BLOCK))
 
 
 def header(name: str, size: int) -> bytes:

@@ -30,10 +30,12 @@ from forkd.specs.tags import check_tag
 MAX_TEXT = 4096
 MAX_RAM = 1 << 40
 MAX_NUMBER = 1 << 53
+MAX_DOTS = 32
 DIGEST_KINDS = {"vmstate": ("sha256",), "image": ("sparse256",), "delta": ("delta256",), "rootfs": ("sparse256",)}
 _DIGEST = re.compile(r"(sha256|sparse256|delta256):[0-9a-f]{64}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _INDEX_ENTRY = 16
+_STRING = re.compile(rb'"""|\'\'\'|"(?:[^"\\]+|\\.?)*"?|\'[^\']*\'?')
 
 
 def make(layers: list[Snapshot], blobs: list[Blob], description: str, base_image: str) -> PackManifest:
@@ -64,9 +66,10 @@ def decode(body: bytes) -> PackManifest:
     """Parse and check a manifest without its signatures. Raises PackError saying what is wrong with it."""
     if len(body) > MAX_MANIFEST:
         raise PackError(f"the manifest has {len(body)} bytes; {MAX_MANIFEST} are allowed")
+    _check_text(body)
     try:
         table = tomllib.loads(body.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise PackError(f"the manifest is not TOML: {str(error)[:200]}") from error
     version = table.get("forkd_pack_version")
     if version != PACK_VERSION or isinstance(version, bool):
@@ -91,6 +94,20 @@ def files_of(layer: Snapshot) -> list[tuple[str, str, int]]:
         ("memory", layer.memory.digest, layer.memory.size),
         *(("rootfs", disk.digest, disk.size) for disk in layer.disks()),
     ]
+
+
+def _check_text(body: bytes) -> None:
+    """Refuse what would keep the TOML parser busy: it takes time and memory by the square of a dotted key's length.
+
+    A key is on one line and its dots are outside of strings. Strings of several lines, which forkd never writes, are
+    refused: without them each line can be read by itself.
+    """
+    for line in body.split(b"\n"):
+        strings = _STRING.findall(line)
+        if b'"""' in strings or b"'''" in strings:
+            raise PackError("the manifest is not TOML as forkd writes it: it has a text of several lines")
+        if _STRING.sub(b"", line).count(b".") > MAX_DOTS:
+            raise PackError(f"the manifest has a key of more than {MAX_DOTS} parts")
 
 
 def _without_none(value: Any) -> Any:

@@ -14,6 +14,7 @@ from forkd.specs.packs import MAX_MANIFEST, MAX_SIGNATURES, Blob, PackManifest
 MANIFEST = "manifest.toml"
 _COPY = 1 << 20
 _SIGNATURE_BYTES = 256
+_LIMIT = MAX_MANIFEST + MAX_SIGNATURES * _SIGNATURE_BYTES + 2 * glue.BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,40 @@ def write(out: IO[bytes], document: bytes, blobs: list[Blob], copy: Callable[[Bl
     out.write(glue.trailer())
 
 
-def read(source: IO[bytes]) -> Pack:
-    """Read a pack's manifest and find its blobs, whose contents are not looked at yet. Raises PackError."""
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the beginning of a pack says: its manifest, as in ``Pack``, and how many bytes the whole pack has."""
+
+    manifest: PackManifest
+    body: bytes
+    signatures: list[Signature]
+    document: bytes
+    size: int
+
+
+def head_size(begin: bytes) -> int:
+    """How many bytes of a pack are enough for ``read_head``, or for asking again. Raises PackError if it is none."""
+    return glue.HEAD if len(begin) < glue.HEAD else glue.frame_size(begin[: glue.HEAD], _LIMIT)
+
+
+def read_head(source: IO[bytes]) -> Head:
+    """Read a pack's manifest; nothing behind it need be there yet. Raises PackError."""
     document = _read_manifest(source)
     body, signed = signatures.split(document)
     found = manifest.decode(body)
+    size = source.tell() + len(glue.trailer())
+    for blob in found.blobs:
+        if blob.inside:
+            padding = glue.padding(blob.stream)
+            size += len(glue.frame(glue.header(_name(blob), blob.stream))) + blob.stored
+            size += len(glue.frame(padding)) if padding else 0
+    return Head(found, body, signed, document, size)
+
+
+def read(source: IO[bytes]) -> Pack:
+    """Read a pack's manifest and find its blobs, whose contents are not looked at yet. Raises PackError."""
+    head = read_head(source)
+    found = head.manifest
     offsets: dict[str, int] = {}
     for blob in found.blobs:
         if blob.inside:
@@ -55,7 +85,7 @@ def read(source: IO[bytes]) -> Pack:
     _expect(source, glue.trailer(), "at its end")
     if source.read(1):
         raise PackError("the pack has bytes after its end")
-    return Pack(found, body, signed, offsets, document)
+    return Pack(found, head.body, head.signatures, offsets, head.document)
 
 
 def resign(source: IO[bytes], out: IO[bytes], document: bytes) -> None:
@@ -74,8 +104,7 @@ def sidecar(blob: Blob) -> str:
 
 
 def _read_manifest(source: IO[bytes]) -> bytes:
-    limit = MAX_MANIFEST + MAX_SIGNATURES * _SIGNATURE_BYTES
-    content = glue.read_frame(source.read, limit + 2 * glue.BLOCK)
+    content = glue.read_frame(source.read, _LIMIT)
     size = len(content) - glue.BLOCK
     # The document's length is not said elsewhere: it is what makes the tar header right, so find it from the padding.
     for length in range(size, max(size - glue.BLOCK, 0), -1):

@@ -29,7 +29,7 @@ class Ref:
         return scheme_of(self.pack_url or self.base)
 
     def __str__(self) -> str:
-        return self.pack_url or f"{self.base}/{self.package}@{self.version}"
+        return shown(self.pack_url or f"{self.base}/{self.package}@{self.version}")
 
 
 def parse(text: str, hub: str | None) -> Ref:
@@ -43,7 +43,11 @@ def parse(text: str, hub: str | None) -> Ref:
                 hint="give --hub URL, or set FORKD_HUB_URL",
             )
         return Ref(base_url(hub), *_package(text))
-    if urlsplit(text).query or urlsplit(text).path.endswith(".tar.zst"):
+    try:
+        parts_of_url = urlsplit(text)
+    except ValueError as error:
+        raise BadInput(f"{text[:80]!r} is not a URL: {error}", hint=_HINT) from error
+    if parts_of_url.query or parts_of_url.path.endswith(".tar.zst"):
         return Ref("", pack_url=text)
     parts = text.rsplit("/", 2)
     if len(parts) < 3:
@@ -58,6 +62,11 @@ def base_url(text: str) -> str:
             f"{text!r} is not a registry's URL", hint="for example file:/srv/hub, https://HOST/hub, oci://HOST"
         )
     return text.rstrip("/")
+
+
+def shown(url: str) -> str:
+    """A URL without a password in it: it is told, and kept with what was pulled."""
+    return re.sub(r"(?<=://)[^/@]*@", "", url, count=1)
 
 
 def scheme_of(url: str) -> str:

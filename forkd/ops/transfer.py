@@ -8,7 +8,6 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
 
 import msgspec
 import trio
@@ -21,17 +20,20 @@ from forkd.linux.filelock import file_lock
 from forkd.ops.keys import login_for, sign_document
 from forkd.ops.meter import ByteProgress, Meter, metered
 from forkd.ops.pack import Source, chain_of, ensure_blob, layers_of, pack, sources_of
-from forkd.ops.unpack import Plan, Region, install, plan, unpack_file
+from forkd.ops.unpack import Plan, Region, check_replaced, check_space, install, plan, unpack_file
 from forkd.runtime import Runtime
-from forkd.specs.errors import BadInput, NotFound, PackError
-from forkd.specs.models import FileRef
+from forkd.specs.errors import BadInput, ForkdError, NoSpace, NotFound, PackError, TransferError
 from forkd.specs.packs import MAX_MANIFEST, MAX_SIGNATURES, PACK_SUFFIX, Blob, Version
 from forkd.specs.requests import PackRequest, PullRequest, PushRequest, UnpackRequest
 from forkd.specs.transport import HubTransport, Login, Place
+from forkd.store import files
 
+Reader = Callable[[int], AsyncGenerator[bytes, None]]
+"""The bytes of something elsewhere, from an offset on."""
 AT_ONCE = 4
 CHUNK = 1 << 20
 MAX_DOCUMENT = MAX_MANIFEST + MAX_SIGNATURES * 256
+_AGAIN = "run the same command again; if it stays, the registry is damaged or lying"
 
 
 def transport_for(runtime: Runtime, scheme: str) -> HubTransport:
@@ -189,12 +191,16 @@ async def pull(runtime: Runtime, request: PullRequest, progress: ByteProgress) -
 
 async def find_version(runtime: Runtime, ref: Ref) -> Version:
     """What the index says about a version; registries without an index are asked for the manifest itself."""
+    if ref.scheme.startswith("oci"):  # many do not let everybody list what they have, and their lists say no more
+        return Version()
     index = await transport_for(runtime, ref.scheme).index(ref.base, login_for(runtime, ref.base))
-    if index is None or ref.scheme.startswith("oci"):
+    if index is None:
         return Version()
     found = registry.decode(index).packages
     if ref.package not in found:
-        raise NotFound(f"the registry at {ref.base} has no package {ref.package!r}", hint="forkd hub ls lists them")
+        raise NotFound(
+            f"the registry at {refs.shown(ref.base)} has no package {ref.package!r}", hint="forkd hub ls lists them"
+        )
     versions = found[ref.package].versions
     if ref.version not in versions:
         known = ", ".join(sorted(versions)) or "none"
@@ -224,9 +230,11 @@ async def _pull_package(
     progress("asking the registry", None)
     body, signed = await fetch_manifest(runtime, ref, entry)
     planned = plan(runtime, body, signed, tag=request.tag, force=request.force, policy=request.trust)
+    check_replaced(runtime, planned)
     transport, place = transport_for(runtime, ref.scheme), place_of(runtime, ref)
     wanted = planned.wanted()
     already = sum(_have(runtime, blob) for blob in wanted)
+    check_space(runtime, planned, sum(blob.stored for blob in wanted) - already)
     async with metered(progress, "fetching", sum(blob.stored for blob in wanted)) as meter:
         await _each(wanted, lambda blob: _fetch_blob(runtime, transport, place, blob, meter))
     result = await _install(runtime, planned, str(ref), progress)
@@ -268,38 +276,49 @@ async def _fetch(
     runtime: Runtime,
     name: str,
     sha256: str | None,
-    size: int | None,
-    read: Callable[[int], AsyncGenerator[bytes, None]],
+    size: int,
+    read: Reader,
     meter: Meter,
+    *,
+    keep: bool = True,
 ) -> Path:
-    """Download into the blob store, continuing what an earlier attempt left. The whole file's digest is checked."""
+    """Download into the blob store, continuing what an earlier attempt left. The whole file's digest is checked.
+
+    Without ``keep`` it stays a part, to be removed by the caller: an interruption until then costs nothing.
+    """
     store = runtime.blobs
     store.root.mkdir(parents=True, exist_ok=True)
     part = store.part(name)
     async with file_lock(part):
-        if size is not None and store.find(name, size) is not None:  # another process may have fetched it
+        if keep and store.find(name, size) is not None:  # another process may have fetched it
             part.unlink(missing_ok=True)
             meter.add(size)
             return store.path(name)
-        with open(part, "ab") as out:  # noqa: ASYNC230
-            if size is not None and out.tell() > size:
-                out.truncate(0)
+        with files.disk_full_as_no_space(store.root), open(part, "ab") as out:  # noqa: ASYNC230
+            if out.tell() > size:
+                out.seek(out.truncate(0))
             digest = await trio.to_thread.run_sync(_digest_of, part)
             meter.add(out.tell())
             async with aclosing(read(out.tell())) as chunks:
                 async for chunk in chunks:
+                    if out.tell() + len(chunk) > size:
+                        part.unlink()
+                        raise PackError(f"more is sent than the {size} bytes that are right", hint=_AGAIN)
                     await trio.to_thread.run_sync(out.write, chunk)
                     digest.update(chunk)
                     meter.add(len(chunk))
             out.flush()
+            have = out.tell()
+        if have < size:
+            part.unlink()
+            raise PackError(f"what was fetched ends after {have} of {size} bytes", hint=_AGAIN)
         if sha256 is not None and digest.hexdigest() != sha256:
             part.unlink()
             raise PackError(
                 f"what was fetched is not {sha256[:12]}…: its SHA-256 is {digest.hexdigest()[:12]}…",
-                hint="run the same command again; if it stays, the registry is damaged or lying",
+                hint=_AGAIN,
             )
-        # A pack of unknown size stays a part until it is unpacked: then an interruption costs nothing.
-        return part if size is None else await trio.to_thread.run_sync(store.adopt, part, name)
+        return await trio.to_thread.run_sync(store.adopt, part, name) if keep else part
 
 
 def _digest_of(path: Path) -> Any:
@@ -313,42 +332,74 @@ async def _pull_file(
     """Fetch a pack file whole, and beside it the disk it needs."""
     transport, login = transport_for(runtime, refs.scheme_of(url)), login_for(runtime, url)
     name = hashlib.sha256(url.encode()).hexdigest()
+    origin = _without_query(url)
     progress("fetching", None)
     read = partial(transport.read_file, url, login)
-    path = await _fetch(runtime, name, sha256, None, read, Meter(1))
-    fetched = [path]
+    fetched = [runtime.blobs.part(name)]
     try:
-        needed = await trio.to_thread.run_sync(_disks_outside, path)
-        for blob in needed:
-            beside = await _fetch_beside(runtime, transport, login, url, blob, progress)
-            fetched += [beside] if beside else []
+        head = await _fetch_head(runtime, fetched[0], read)
+        planned = plan(runtime, head.body, head.signatures, tag=request.tag, force=request.force, policy=request.trust)
+        check_replaced(runtime, planned)
+        check_space(runtime, planned, head.size - fetched[0].stat().st_size)
+        async with metered(progress, "fetching", head.size) as meter:
+            path = await _fetch(runtime, name, sha256, head.size, read, meter, keep=False)
+        for blob in planned.wanted():
+            if blob.kind == "rootfs" and not blob.inside:
+                beside = await _fetch_beside(runtime, transport, login, url, blob, progress)
+                fetched += [beside] if beside else []
         asked = UnpackRequest(path=str(path), tag=request.tag, force=request.force, trust=request.trust)
         size = sum(file.stat().st_size for file in fetched)
-        origin = {"from": _without_query(url)}
-        found = await unpack_file(runtime, path, asked, origin, progress, lambda blob: runtime.blobs.path(blob.sha256))
-        return {**found, "from": _without_query(url), "fetched_bytes": size}
-    finally:
-        for file in fetched:
-            file.unlink(missing_ok=True)
+        found = await unpack_file(
+            runtime, path, asked, {"from": origin}, progress, lambda blob: runtime.blobs.path(blob.sha256)
+        )
+    except (TransferError, NoSpace):
+        raise  # what has arrived is kept, for another attempt to continue; so it is on cancellation
+    except ForkdError:
+        _remove(fetched)
+        raise
+    _remove(fetched)
+    return {**found, "from": origin, "fetched_bytes": size}
 
 
-def _disks_outside(path: Path) -> list[Blob]:
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+async def _fetch_head(runtime: Runtime, part: Path, read: Reader) -> packs.Head:
+    """The manifest of a pack that is elsewhere: no more than its beginning is fetched, to be continued from ``part``.
+
+    So what is no pack, too large, not trusted or in the way of another snapshot is refused before it is fetched.
+    """
+    runtime.blobs.root.mkdir(parents=True, exist_ok=True)
+    async with file_lock(part):
+        with files.disk_full_as_no_space(part), open(part, "ab+", buffering=0) as out:  # noqa: ASYNC230
+            async with aclosing(read(out.tell())) as chunks:
+                while out.tell() < packs.head_size(_begin(part)):
+                    chunk = await anext(chunks, b"")
+                    if not chunk:
+                        raise PackError("the pack's beginning is cut short")
+                    await trio.to_thread.run_sync(out.write, chunk)
+            out.seek(0)
+            return packs.read_head(out)
+
+
+def _begin(path: Path) -> bytes:
     with open(path, "rb") as source:
-        return [blob for blob in packs.read(source).manifest.blobs if blob.kind == "rootfs" and not blob.inside]
+        return source.read(64)
 
 
 async def _fetch_beside(
     runtime: Runtime, transport: HubTransport, login: Login | None, url: str, blob: Blob, progress: ByteProgress
 ) -> Path | None:
-    """The disk that lies beside a pack, unless the store has it. Without one, unpacking says what is missing."""
-    if runtime.disks.has(FileRef(digest=blob.digest, size=blob.size)):
-        return None
-    beside = urljoin(_without_query(url), packs.sidecar(blob))
+    """The disk that lies beside a pack. Without one, unpacking says what is missing."""
+    beside = f"{url.partition('?')[0].rpartition('/')[0]}/{packs.sidecar(blob)}"
     async with metered(progress, "fetching the disk", blob.stored) as meter:
         try:
             read = partial(transport.read_file, beside, login)
             return await _fetch(runtime, blob.sha256, blob.sha256, blob.stored, read, meter)
         except NotFound:
+            runtime.blobs.part(blob.sha256).unlink(missing_ok=True)  # there is nothing to continue
             return None
 
 
@@ -382,4 +433,4 @@ def _pack_url(ref: Ref, given: str) -> str:
 
 
 def _without_query(url: str) -> str:
-    return url.partition("?")[0]
+    return refs.shown(url.partition("?")[0])

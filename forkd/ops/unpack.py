@@ -18,6 +18,7 @@ from forkd.hub import pack as packs
 from forkd.hub import signatures
 from forkd.hub.signatures import Signature, Verdict
 from forkd.linux import sparse
+from forkd.linux.filelock import file_lock
 from forkd.ops.blobfiles import expand
 from forkd.ops.keys import trusted_keys
 from forkd.ops.meter import ByteProgress, Meter, metered
@@ -49,6 +50,7 @@ class Plan:
     local: dict[str, Path]
     replaced: str | None
     verdict: Verdict
+    again: Callable[[], Plan]
     present: list[str] = field(default_factory=list)
 
     def wanted(self) -> list[Blob]:
@@ -67,7 +69,9 @@ def plan(
     policy: str | None,
 ) -> Plan:
     """Check a manifest and compare it with the store. Raises PackError, TrustError, TagTaken, BadTag."""
+    again = partial(plan, runtime, body, signed, tag=tag, force=force, policy=policy)
     manifest = manifests.decode(body)
+    head = check_tag(tag) if tag is not None else manifest.tag
     for layer in manifest.layers:
         if layer.content != content_id(layer):
             raise PackError(f"layer {layer.tag!r} was altered: its content id does not fit")
@@ -79,29 +83,35 @@ def plan(
     replaced = None
     for layer in manifest.layers:
         last = layer is manifest.layers[-1]
-        name = check_tag(tag) if last and tag is not None else layer.tag
+        name = head if last else layer.tag
         found = here.get(layer.content)
         if found is not None and (not last or found.manifest.tag == name or tag is None):
             present.append(found.manifest.tag)
             parent = ParentRef(tag=found.manifest.tag, content=layer.content)
             continue
-        if runtime.snapshots.path(name).exists():
+        if runtime.snapshots.path(name).exists() or (name == head and not last):
             if last and not force:
                 raise TagTaken(
                     f"snapshot {name!r} exists already and is another one",
                     hint="give --tag NAME, or --force to replace it",
                 )
             if last:
-                replaced = _replaceable(runtime, name)
+                replaced = name
             else:  # an ancestor is not asked for by name: it gets one that says which it is
                 name = check_tag(f"{layer.tag[:51]}-{layer.content.removeprefix('sha256:')[:12]}")
         missing.append(msgspec.structs.replace(layer, tag=name, parent=parent))
         parent = ParentRef(tag=name, content=layer.content)
-    return Plan(manifest, missing, _local_files(runtime, missing, here), replaced, verdict, present)
+    kept = [entry for entry in here.values() if entry.manifest.tag != replaced]
+    return Plan(manifest, missing, _local_files(runtime, missing, kept), replaced, verdict, again, present)
 
 
-def _replaceable(runtime: Runtime, tag: str) -> str:
-    """A tag whose snapshot may make room: nothing builds on it. Raises SnapshotInUse before anything is fetched."""
+def check_replaced(runtime: Runtime, plan: Plan) -> None:
+    """Whether the snapshot that has the tag may make room: nothing builds on it. Raises SnapshotInUse."""
+    tag = plan.replaced
+    if tag is None:
+        return
+    if tag in plan.present:
+        raise SnapshotInUse(f"{tag!r} cannot be replaced: what is to replace it builds on it", hint="give --tag NAME")
     if dependents := runtime.snapshots.dependents(tag):
         raise SnapshotInUse(
             f"{tag!r} cannot be replaced: {', '.join(dependents)} build on it",
@@ -110,13 +120,12 @@ def _replaceable(runtime: Runtime, tag: str) -> str:
         )
     if (runtime.snapshots.path(tag) / PINNED).exists():
         raise SnapshotPinned(f"{tag!r} cannot be replaced: it is pinned", hint=f"give --tag NAME, or forkd unpin {tag}")
-    return tag
 
 
-def _local_files(runtime: Runtime, missing: list[Snapshot], here: Mapping[str, Stored]) -> dict[str, Path]:
+def _local_files(runtime: Runtime, missing: list[Snapshot], here: list[Stored]) -> dict[str, Path]:
     """Files of the layers that the store has already, by digest."""
     found: dict[str, Path] = {}
-    for stored in here.values():
+    for stored in here:
         found[stored.manifest.vmstate.digest] = stored.vmstate
         found[stored.manifest.memory.digest] = stored.memory
     for layer in missing:
@@ -128,13 +137,23 @@ async def install(
     runtime: Runtime, plan: Plan, regions: Mapping[str, Region], origin: dict[str, Any], progress: ByteProgress
 ) -> dict[str, Any]:
     """Expand and verify what is missing, then commit it. Nothing is left of what is wrong."""
+    runtime.blobs.root.mkdir(parents=True, exist_ok=True)
+    async with file_lock(runtime.blobs.root / "lock"):
+        # One at a time, and planned again: another may have just added layers and disks that this one has too.
+        return await _install_alone(runtime, plan.again(), regions, origin, progress)
+
+
+async def _install_alone(
+    runtime: Runtime, plan: Plan, regions: Mapping[str, Region], origin: dict[str, Any], progress: ByteProgress
+) -> dict[str, Any]:
+    check_replaced(runtime, plan)
     for blob in plan.wanted():
         if blob.sha256 not in regions:
             raise PackError(
                 f"the pack needs {blob.kind} {blob.digest[:24]}…, which is neither in it nor here",
                 hint="unpack or pull what it builds on first; a disk lies beside its pack",
             )
-    _check_space(runtime, plan)
+    check_space(runtime, plan)
     source = {
         **origin,
         "manifest": "sha256:" + hashlib.sha256(manifests.encode(plan.manifest)).hexdigest(),
@@ -170,7 +189,7 @@ def _install(runtime: Runtime, plan: Plan, regions: Mapping[str, Region], source
                     archive.seek(region.offset)
                     expand(blob, archive, staged[blob.digest], meter.add)
             except FileNotFoundError as error:
-                raise PackError(f"{region.path} is gone") from error
+                raise PackError(f"{region.path} is gone", hint="run the same command again") from error
             if blob.digest.startswith("delta256:"):
                 with deltas.Delta(staged[blob.digest]):
                     pass  # a delta that is not one is refused here, not when a child is forked
@@ -219,9 +238,9 @@ def _place(plan: Plan, staged: Mapping[str, Path], digest: str, target: Path) ->
         digests.verify_file(target, digest)
 
 
-def _check_space(runtime: Runtime, plan: Plan) -> None:
-    """Refuse early what cannot fit: streams are what files take on disk, roughly."""
-    needed = sum(blob.stream for blob in plan.wanted())
+def check_space(runtime: Runtime, plan: Plan, to_fetch: int = 0) -> None:
+    """Refuse early what cannot fit: streams are what files take on disk, roughly, besides what is yet to be fetched."""
+    needed = sum(blob.stream for blob in plan.wanted()) + to_fetch
     runtime.blobs.root.mkdir(parents=True, exist_ok=True)
     if needed > (free := sparse.disk_free(runtime.blobs.root)):
         raise NoSpace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import resource
 import struct
 import tarfile
 import tomllib
@@ -495,3 +496,23 @@ def test_no_bytes_make_a_sparse_stream_fail_in_any_other_way(data: bytes) -> Non
                 assert 0 <= offset < offset + len(content) <= 4 << 20
         except PackError:
             continue
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b".".join([b"a"] * 100_000) + b" = 1\n",
+        b"[" + b" . ".join([b'"a.b"'] * 100_000) + b"]\n",
+        b'x = ["""\n""", {' + b".".join([b"a"] * 100_000) + b' = 1}] # "\n',
+        b'"' + b'\\"' * 400_000,
+        b"x = " + b"9" * 5000 + b"\n",
+    ],
+    ids=["dotted key", "dotted table", "behind a text of several lines", "text without an end", "thousands of digits"],
+)
+def test_a_manifest_that_would_keep_the_parser_busy_is_refused_at_once(body: bytes) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    with pytest.raises(PackError):
+        manifest.decode(body)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime - before.ru_utime < 10
+    assert after.ru_maxrss - before.ru_maxrss < 400 << 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -24,12 +25,23 @@ from forkd.ops.pack import pack
 from forkd.ops.transfer import pull, push
 from forkd.ops.unpack import unpack
 from forkd.plugins.hub_http.transport import HttpTransport
+from forkd.plugins.hub_oci.transport import OciTransport
 from forkd.runtime import Runtime
-from forkd.specs.errors import BadInput, NotFound, PackError, SnapshotInUse, TagTaken, TransferError, Unauthorized
+from forkd.specs.errors import (
+    BadInput,
+    NoSpace,
+    NotFound,
+    PackError,
+    SnapshotInUse,
+    TagTaken,
+    TransferError,
+    Unauthorized,
+)
+from forkd.specs.models import Hardware
 from forkd.specs.requests import PackRequest, PullRequest, PushRequest, UnpackRequest
 from forkd.specs.transport import Login
 from forkd.store.chain import resolve
-from tests.hub_support import Faulty, add_snapshot, faulty_server, quiet, runtime_at, tree
+from tests.hub_support import MEM_MIB, Faulty, add_snapshot, faulty_server, quiet, runtime_at, tree
 from tests.oci_support import running_registry
 from tests.token_server import running_token_server
 
@@ -69,7 +81,7 @@ def same(one: Runtime, other: Runtime, tag: str) -> None:
 
 
 def no_leftovers(runtime: Runtime) -> None:
-    hidden = [path.name for path in runtime.blobs.root.iterdir() if path.suffix != ".json"]
+    hidden = [path.name for path in runtime.blobs.root.iterdir() if path.suffix != ".json" and path.name != "lock"]
     assert hidden == []
     assert [path.name for path in runtime.snapshots.root.iterdir() if path.name.startswith(".")] == [".lock"]
 
@@ -218,6 +230,13 @@ async def test_a_registry_is_listed_searched_and_checked(maker: Runtime, taker: 
             await pull(taker, PullRequest(target=target, hub=hub), quiet)
 
 
+def size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # a part that was just completed
+        return 0
+
+
 async def test_a_pull_that_is_cancelled_goes_on_where_it_stopped(
     maker: Runtime, taker: Runtime, hub: str, tmp_path: Path
 ) -> None:
@@ -241,7 +260,7 @@ async def test_a_pull_that_is_cancelled_goes_on_where_it_stopped(
             with trio.fail_after(60):
                 while parts < total / 4:
                     await trio.lowlevel.checkpoint()
-                    parts = sum(path.stat().st_size for path in taker.blobs.root.glob(".part-*"))
+                    parts = sum(map(size_of, taker.blobs.root.glob(".part-*")))
             nursery.cancel_scope.cancel()
         assert taker.snapshots.entries() == []
         result = await pull(taker, PullRequest(target="acme/base", hub=server.url), quiet)
@@ -282,6 +301,8 @@ def failing(kind: str) -> Callable[[Faulty, str, int], bool]:
             handler.answer(302, b"", Location="file:///etc/passwd")
         elif kind == "ftp":
             handler.answer(301, b"", Location="ftp://127.0.0.1/x")
+        elif kind == "no url":
+            handler.answer(301, b"", Location="http://[x/y")
         elif kind == "loop":
             handler.answer(302, b"", Location=handler.path)
             handler.state.asked[name] = 0
@@ -316,6 +337,7 @@ FATAL = {
     "other range": TransferError,
     "other scheme": TransferError,
     "ftp": TransferError,
+    "no url": TransferError,
     "loop": TransferError,
     "compressed": TransferError,
     "forbidden": Unauthorized,
@@ -468,6 +490,151 @@ async def test_a_host_serves_its_own_snapshots_to_others(maker: Runtime, taker: 
         nursery.cancel_scope.cancel()
 
 
+async def test_a_registry_that_does_not_list_its_packages_is_pulled_from(
+    maker: Runtime, taker: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def private(self: object, base: str, login: object) -> bytes | None:
+        raise Unauthorized("the catalog is for administrators")
+
+    with running_registry(tmp_path) as registry:
+        hub = f"oci://{registry.address}"
+        await push(maker, PushRequest(tag="base", target=f"{hub}/acme/base"), quiet)
+        monkeypatch.setattr(OciTransport, "index", private)
+        assert (await check(taker, f"{hub}/acme/base", None))["tag"] == "base"
+        assert (await pull(taker, PullRequest(target="acme/base", hub=hub), quiet))["added"] == ["base"]
+
+
+async def test_a_head_that_takes_its_ancestors_name_leaves_the_ancestor_whole(
+    maker: Runtime, taker: Runtime, hub: str
+) -> None:
+    add_snapshot(maker, "branch", maker.snapshots.load("base"), seed=20)
+    content = maker.snapshots.load("base").manifest.content
+    await push(maker, PushRequest(tag="branch", target=f"{hub}/acme/branch"), quiet)
+    await pull(taker, PullRequest(target="acme/branch", hub=hub, tag="base"), quiet)
+    other = f"base-{content.removeprefix('sha256:')[:12]}"
+    assert [layer.manifest.tag for layer in resolve(taker.snapshots, "base")] == [other, "base"]
+    with pytest.raises(SnapshotInUse, match="builds on it"):
+        await pull(taker, PullRequest(target="acme/branch", hub=hub, tag=other, force=True), quiet)
+    assert taker.snapshots.load(other).manifest.content == content
+
+
+async def test_a_snapshot_replaced_by_one_that_shares_its_files_is_replaced(
+    maker: Runtime, taker: Runtime, hub: str
+) -> None:
+    await push(maker, PushRequest(tag="base", target=f"{hub}/acme/base"), quiet)
+    add_snapshot(taker, "base", hardware=Hardware(vcpus=2, mem_mib=MEM_MIB))
+    await pull(taker, PullRequest(target="acme/base", hub=hub, force=True), quiet)
+    same(maker, taker, "base")
+
+
+async def test_a_check_does_not_mind_what_a_pull_could_not_replace(maker: Runtime, taker: Runtime, hub: str) -> None:
+    await push(maker, PushRequest(tag="base", target=f"{hub}/acme/base"), quiet)
+    add_snapshot(taker, "leaf", add_snapshot(taker, "base", seed=99), seed=98)
+    assert (await check(taker, "acme/base", hub))["fetch_bytes"] > 0
+
+
+async def test_pulls_of_what_shares_layers_and_disks_do_not_hinder_each_other(
+    maker: Runtime, taker: Runtime, hub: str
+) -> None:
+    add_snapshot(maker, "branch", maker.snapshots.load("base"), seed=20)
+    added: list[str] = []
+
+    async def one(target: str) -> None:
+        added.extend((await pull(taker, PullRequest(target=target, hub=hub), quiet))["added"])
+
+    for tag in ("base", "branch"):
+        await push(maker, PushRequest(tag=tag, target=f"{hub}/acme/{tag}"), quiet)
+    async with trio.open_nursery() as nursery:
+        for target in ("acme/branch", "acme/base", "acme/branch"):
+            nursery.start_soon(one, target)
+    assert sorted(added) == ["base", "branch"]
+    same(maker, taker, "branch")
+    no_leftovers(taker)
+
+
+async def test_a_pack_file_is_kept_while_its_disk_cannot_be_fetched(
+    maker: Runtime, taker: Runtime, tmp_path: Path
+) -> None:
+    (tmp_path / "hub").mkdir()
+    made = await pack(maker, PackRequest(tag="base", out=str(tmp_path / "hub/base.tar.zst")), quiet)
+
+    def no_disk(handler: Faulty, name: str, number: int) -> bool:
+        if name.endswith(".rootfs.zst"):
+            handler.answer(500, b"")
+            return True
+        return False
+
+    with faulty_server(tmp_path / "hub", no_disk) as server:
+        request = PullRequest(target=f"{server.url}/base.tar.zst")
+        with pytest.raises(TransferError):
+            await pull(taker, request, quiet)
+        parts = [path.stat().st_size for path in taker.blobs.root.glob(".part-*")]
+        assert max(parts) == made["bytes"]
+        server.misbehave, server.sent = None, 0
+        await pull(taker, request, quiet)
+        assert server.sent == Path(made["beside"][0]).stat().st_size
+    same(maker, taker, "base")
+    no_leftovers(taker)
+
+
+async def test_a_pack_file_replaced_by_a_shorter_one_is_not_in_the_way_for_ever(
+    maker: Runtime, taker: Runtime, tmp_path: Path
+) -> None:
+    (tmp_path / "hub").mkdir()
+    out = tmp_path / "hub/base.tar.zst"
+    await pack(maker, PackRequest(tag="base", out=str(out), bundle=True), quiet)
+    longer = out.read_bytes()
+
+    def ends(handler: Faulty, name: str, number: int) -> bool:
+        begin = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        if begin < out.stat().st_size:
+            return False
+        handler.answer(416, b"", Content_Range=f"bytes */{out.stat().st_size}")
+        return True
+
+    with faulty_server(tmp_path / "hub", ends) as server:
+        request = PullRequest(target=f"{server.url}/base.tar.zst")
+        name = hashlib.sha256(request.target.encode()).hexdigest()
+        taker.blobs.root.mkdir(parents=True)
+        taker.blobs.part(name).write_bytes(longer[:-100])
+        add_snapshot(maker, "branch", maker.snapshots.load("base"), seed=20)
+        await pack(maker, PackRequest(tag="branch", out=str(out), since="base"), quiet)
+        with pytest.raises(PackError, match="ends after"):
+            await pull(taker, request, quiet)
+        with pytest.raises(PackError, match="neither in it nor here"):
+            await pull(taker, request, quiet)  # it is the new one now
+    assert tree(taker.blobs.root) == {}
+
+
+@pytest.mark.parametrize("kind", ["endless pack", "no pack", "taken"])
+async def test_a_pack_file_that_is_of_no_use_is_refused_before_it_is_fetched(
+    kind: str, maker: Runtime, taker: Runtime, tmp_path: Path
+) -> None:
+    (tmp_path / "hub").mkdir()
+    out = tmp_path / "hub/base.tar.zst"
+    await pack(maker, PackRequest(tag="base", out=str(out), bundle=True), quiet)
+    if kind == "endless pack":
+        os.truncate(out, 64 << 20)
+    elif kind == "no pack":
+        out.write_bytes(b"<html>" * (10 << 20))
+    else:
+        add_snapshot(taker, "base", seed=99)
+        os.truncate(out, 64 << 20)
+    with faulty_server(tmp_path / "hub") as server, pytest.raises(TagTaken if kind == "taken" else PackError):
+        await pull(taker, PullRequest(target=f"{server.url}/base.tar.zst"), quiet)
+    assert tree(taker.blobs.root) == {}
+
+
+async def test_what_cannot_fit_is_refused_before_it_is_fetched(
+    maker: Runtime, taker: Runtime, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(maker, PushRequest(tag="base", target=f"{hub}/acme/base"), quiet)
+    monkeypatch.setattr("forkd.linux.sparse.disk_free", lambda path: 1000)
+    with pytest.raises(NoSpace):
+        await pull(taker, PullRequest(target="acme/base", hub=hub), quiet)
+    assert list(taker.blobs.root.iterdir()) == []
+
+
 KILLED = """
 import sys, trio
 from pathlib import Path
@@ -546,7 +713,9 @@ async def test_references_are_read_as_people_write_them() -> None:
     assert str(parse("file:/srv/hub/acme/py", None)) == "file:/srv/hub/acme/py@latest"
     assert parse("https://host/x.forkd-snapshot.tar.zst", None).pack_url is not None
     assert parse("https://host/upload?signature=1", None).pack_url is not None
+    assert str(parse("https://me:secret@host/hub/acme/py", None)) == "https://host/hub/acme/py@latest"
     bad: list[tuple[Any, ...]] = [
+        ("http://[x/y/z", None),
         ("acme/py", None),
         ("py", "oci://h"),
         ("a/b/c", "oci://h"),
