@@ -13,7 +13,7 @@ from forkd.plugins.rootfs_oci.image import Image, host_architecture, read_image
 from forkd.plugins.rootfs_oci.layers import Limits, Unpacker
 from forkd.plugins.rootfs_oci.reference import Reference, parse_reference, require_reference
 from forkd.plugins.rootfs_oci.registry import Registry
-from forkd.specs.errors import BadInput, BuildFailed
+from forkd.specs.errors import BadInput, BuildFailed, ForkdError
 from forkd.specs.rootfs import ImageConfig, ImageRequest, Progress
 
 VERSION = "1"
@@ -47,6 +47,8 @@ class OciBuilder:
         async with Registry(reference) as registry:
             progress(f"asking for {reference}", None)
             image = await read_image(registry)
+            if sum(layer.size for layer in image.layers) > self._limits.unpacked:
+                raise BuildFailed(f"{reference} has layers of more than {self._limits.unpacked >> 20} MiB")
             blobs = [_nameless(target.parent) for _ in image.layers]
             try:
                 await _fetch_all(registry, image, blobs, progress)
@@ -66,7 +68,7 @@ class OciBuilder:
 
 async def _fetch_all(registry: Registry, image: Image, blobs: list[IO[bytes]], progress: Progress) -> None:
     total = sum(layer.size for layer in image.layers) or 1
-    done, slots, failures = 0, trio.Semaphore(AT_ONCE), list[BuildFailed]()
+    done, slots, failures = 0, trio.Semaphore(AT_ONCE), list[ForkdError]()
 
     async def fetch(index: int) -> None:
         nonlocal done
@@ -74,9 +76,10 @@ async def _fetch_all(registry: Registry, image: Image, blobs: list[IO[bytes]], p
         try:
             async with slots:
                 await registry.fetch_blob(layer.digest, layer.size, blobs[index])
-        except BuildFailed as error:
+        except ForkdError as error:
             failures.append(error)
             nursery.cancel_scope.cancel()
+            return
         done += layer.size
         progress(f"fetching {registry.reference}", done / total)
 

@@ -57,7 +57,7 @@ def host_architecture() -> str:
 def _pick(registry: Registry, index: dict[str, Any]) -> str:
     wanted, seen = host_architecture(), []
     for row in _rows(index.get("manifests"), "the index"):
-        where = row.get("platform") or {}
+        where = _table(row.get("platform"), "a platform")
         if where.get("os") == "linux" and where.get("architecture") == wanted:
             return _digest(row)
         seen.append(f"{where.get('os')}/{where.get('architecture')}"[:40])
@@ -71,7 +71,7 @@ async def _read(registry: Registry, manifest: dict[str, Any]) -> Image:
     if not isinstance(head, dict) or len(rows) > MAX_LAYERS:
         raise BuildFailed(f"{registry.reference}: the manifest has no config, or more than {MAX_LAYERS} layers")
     config = await registry.small_blob(_digest(head), _size(head))
-    diff_ids = (config.get("rootfs") or {}).get("diff_ids")
+    diff_ids = _table(config.get("rootfs"), "the list of layers").get("diff_ids")
     if not isinstance(diff_ids, list) or len(diff_ids) != len(rows):
         raise BuildFailed(f"{registry.reference}: configuration and manifest disagree about the layers")
     made = config.get("architecture")
@@ -81,7 +81,7 @@ async def _read(registry: Registry, manifest: dict[str, Any]) -> Image:
         Layer(_digest(row), _size(row), _packing(row), _digest({"digest": diff_id}))
         for row, diff_id in zip(rows, diff_ids, strict=True)
     ]
-    return Image(tuple(layers), image_config(config.get("config") or {}))
+    return Image(tuple(layers), image_config(_table(config.get("config"), "the configuration")))
 
 
 def image_config(settings: dict[str, Any]) -> ImageConfig:
@@ -103,6 +103,14 @@ def image_config(settings: dict[str, Any]) -> ImageConfig:
 def _rows(value: Any, what: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise BuildFailed(f"{what} has no list of descriptors")
+    return value
+
+
+def _table(value: Any, what: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BuildFailed(f"{what} of the image is not a table")
     return value
 
 

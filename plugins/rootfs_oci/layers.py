@@ -252,14 +252,25 @@ class _Counted:
 
 
 def _member(unpacker: Unpacker) -> type[tarfile.TarInfo]:
-    """Members whose extended headers are small enough to be held in memory."""
+    """Members whose extended headers are small enough to be held in memory.
+
+    Sparse ones are refused: their maps may be as long as the archive and their files larger than it. The image format
+    advises against them, and the tools that make images do not write them.
+    """
 
     class Member(tarfile.TarInfo):
         def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
             extended = self.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, b"L", b"K", tarfile.SOLARIS_XHDTYPE)
             if extended and self.size > unpacker.limits.header:
                 raise BuildFailed(f"the image has a header of {self.size} bytes")
+            if self.type == tarfile.GNUTYPE_SPARSE:
+                self._refuse_sparse()
             return super()._proc_member(archive)  # type: ignore[misc,no-any-return]
+
+        def _refuse_sparse(self, *_: object) -> None:
+            raise BuildFailed(f"the image has a sparse file, which is not supported: {self.name[:200]!r}")
+
+        _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
     return Member
 

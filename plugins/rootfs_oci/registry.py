@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -14,12 +15,16 @@ from urllib.parse import urlsplit
 import httpx
 import trio
 
+from forkd.httpclient import body_of
 from forkd.plugins.rootfs_oci.reference import DEFAULT_REGISTRY, Reference, is_loopback
-from forkd.specs.errors import BuildFailed
+from forkd.specs.errors import BuildFailed, NoSpace
 
 MAX_DOCUMENT = 4 << 20
 CHUNK = 1 << 20
-ATTEMPTS = 3
+ATTEMPTS = 5
+"""Without any progress between them."""
+FIRST_DELAY, LONGEST_DELAY = 0.5, 20.0
+BUSY = (408, 425, 429, 500, 502, 503, 504)
 INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
@@ -28,8 +33,15 @@ _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 class Registry:
     """One image's repository; an async context manager that owns its connections."""
 
-    def __init__(self, reference: Reference, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        transport: httpx.AsyncBaseTransport | None = None,
+        first_delay: float = FIRST_DELAY,
+    ) -> None:
         self.reference = reference
+        self._first_delay = first_delay
         self._local = is_loopback(urlsplit(reference.base_url).hostname or "")
         self._authorization: str | None = None
         self._client = httpx.AsyncClient(
@@ -66,25 +78,35 @@ class Registry:
 
     async def fetch_blob(self, digest: str, size: int, out: IO[bytes]) -> None:
         """Write a blob to ``out``, hashing on the way; a connection that breaks is taken up where it broke."""
-        sha, have = hashlib.sha256(), 0
-        for attempt in range(1, ATTEMPTS + 1):
+        sha, have, attempt = hashlib.sha256(), 0, 0
+        while have < size or not attempt:
             headers = {"Range": f"bytes={have}-"} if have else {}
+            before = have
             try:
                 async with self._stream(f"{self.reference.base_url}/blobs/{digest}", headers) as response:
                     if have and response.status_code != 206:
                         sha, have = hashlib.sha256(), 0
                         out.seek(0)
                         out.truncate()
-                    async for piece in response.aiter_raw(CHUNK):
-                        have += len(piece)
-                        if have > size:
-                            raise BuildFailed(f"{self.reference}: blob {digest} is longer than the {size} bytes said")
-                        sha.update(piece)
-                        await trio.to_thread.run_sync(out.write, piece)
+                    async with body_of(response, CHUNK) as pieces:
+                        async for piece in pieces:
+                            have += len(piece)
+                            if have > size:
+                                raise BuildFailed(
+                                    f"{self.reference}: blob {digest} is longer than the {size} bytes said"
+                                )
+                            sha.update(piece)
+                            await trio.to_thread.run_sync(out.write, piece)
                 break
-            except httpx.HTTPError as error:
-                if attempt == ATTEMPTS:
+            except (httpx.HTTPError, _Busy) as error:
+                attempt = 1 if have > before else attempt + 1
+                if attempt >= ATTEMPTS:
                     raise BuildFailed(f"{self.reference}: blob {digest} broke off: {_said(error)}") from error
+                await self._wait(attempt, error)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise NoSpace("no space left for the layers of the image", hint="forkd prune, forkd rmi") from error
+                raise
         if have != size or f"sha256:{sha.hexdigest()}" != digest:
             raise BuildFailed(f"{self.reference}: blob {digest} arrived with other contents ({have} of {size} bytes)")
         out.seek(0)
@@ -92,18 +114,29 @@ class Registry:
     # -- below -------------------------------------------------------------------------------------------------------
 
     async def _document(self, url: str, limit: int, headers: dict[str, str]) -> tuple[bytes, str]:
-        try:
-            async with self._stream(url, headers) as response:
-                return await self._bounded(response, limit), response.headers.get("Content-Type", "")
-        except httpx.HTTPError as error:
-            raise BuildFailed(f"{self.reference} cannot be fetched: {_said(error)}") from error
+        attempt = 0
+        while True:
+            try:
+                async with self._stream(url, headers) as response:
+                    return await self._bounded(response, limit), response.headers.get("Content-Type", "")
+            except (httpx.HTTPError, _Busy) as error:
+                attempt += 1
+                if attempt >= ATTEMPTS:
+                    raise BuildFailed(f"{self.reference} cannot be fetched: {_said(error)}") from error
+                await self._wait(attempt, error)
+
+    async def _wait(self, attempt: int, error: Exception) -> None:
+        """Sleep before the next attempt; longer each time, or as long as the registry asks for."""
+        asked = error.after if isinstance(error, _Busy) else None
+        await trio.sleep(asked if asked is not None else min(self._first_delay * 2 ** (attempt - 1), LONGEST_DELAY))
 
     async def _bounded(self, response: httpx.Response, limit: int) -> bytes:
         data = bytearray()
-        async for piece in response.aiter_raw(65536):
-            data += piece
-            if len(data) > limit:
-                raise BuildFailed(f"{self.reference}: an answer of the registry is longer than {limit} bytes")
+        async with body_of(response, 65536) as pieces:
+            async for piece in pieces:
+                data += piece
+                if len(data) > limit:
+                    raise BuildFailed(f"{self.reference}: an answer of the registry is longer than {limit} bytes")
         return bytes(data)
 
     def _stream(self, url: str, headers: dict[str, str]) -> _Answer:
@@ -125,6 +158,8 @@ class Registry:
         if response.status_code in (200, 206):
             return response
         await response.aclose()
+        if response.status_code in BUSY:
+            raise _Busy(response)
         raise _refused(self.reference, response.status_code)
 
     async def _log_in(self, challenge: str) -> str:
@@ -162,6 +197,15 @@ class Registry:
         if request.url.scheme == "https" or (self._local and is_loopback(request.url.host)):
             return
         raise BuildFailed(f"{self.reference}: refusing to follow the registry to {request.url.scheme}://")
+
+
+class _Busy(Exception):
+    """The registry has no time just now; ``after`` is in how many seconds it wants to be asked again, if it is soon."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        super().__init__(f"HTTP {response.status_code}")
+        said = response.headers.get("Retry-After", "")
+        self.after = min(float(said), 10 * LONGEST_DELAY) if said.isdecimal() else None
 
 
 class _Answer:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
+import io
 import json
 import os
 import stat
@@ -12,13 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from forkd.pluginmanager import load_plugins
 from forkd.plugins.rootfs_oci.builder import OciBuilder
+from forkd.plugins.rootfs_oci.image import read_image
 from forkd.plugins.rootfs_oci.layers import Limits
-from forkd.plugins.rootfs_oci.reference import parse_reference
-from forkd.specs.errors import BadInput, BuildFailed
+from forkd.plugins.rootfs_oci.reference import parse_reference, require_reference
+from forkd.plugins.rootfs_oci.registry import ATTEMPTS
+from forkd.plugins.rootfs_oci.registry import Registry as Client
+from forkd.specs.errors import BadInput, BuildFailed, NoSpace
 from forkd.specs.rootfs import ImageConfig, ImageRequest
 from tests.oci_support import Entry, Registry, digest_of, folder, hardlink, running_registry, symlink, tar_of
 from tests.token_server import running_token_server
@@ -237,6 +243,24 @@ def big_header() -> bytes:
     return info.tobuf() + bytes(10240)
 
 
+def old_sparse() -> bytes:
+    """A file of four gigabytes in one block."""
+    info = tarfile.TarInfo("holes")
+    info.type, info.size = tarfile.GNUTYPE_SPARSE, 512
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    header[386:410] = b"%011o\0%011o\0" % (0, 512)
+    header[483:495] = b"%011o\0" % (4 << 30)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + b"x" * 512 + bytes(1024)
+
+
+def new_sparse(**fields: str) -> bytes:
+    """The same with extended headers."""
+    pax = {f"GNU.sparse.{name}": value for name, value in fields.items()}
+    return tar_of([Entry("holes", b"1\n0\n512\n".ljust(512, b"\0") + b"x" * 512, pax=pax)])
+
+
 HOSTILE: dict[str, tuple[list[bytes], str]] = {
     "a name with ..": ([tar_of([Entry("../outside/precious", b"stolen")])], "leave the tree"),
     "a name with .. inside": ([tar_of([folder("a"), Entry("a/../../x", b"stolen")])], "leave the tree"),
@@ -257,6 +281,9 @@ HOSTILE: dict[str, tuple[list[bytes], str]] = {
     "a part too long": ([tar_of([Entry("x" * 300)])], "cannot be unpacked"),
     "a giant header": ([big_header()], "header of"),
     "a torn archive": ([tar_of([Entry("x", b"y" * 9000)])[:4000]], "damaged"),
+    "a sparse file": ([old_sparse()], "sparse"),
+    "a sparse file of version 0": ([new_sparse(map="0,512", size=str(4 << 30))], "sparse"),
+    "a sparse file of version 1": ([new_sparse(major="1", minor="0", name="x", realsize=str(4 << 30))], "sparse"),
     "an owner out of range": ([tar_of([Entry("x", pax={"uid": str(1 << 40)})])], "impossible owner"),
 }
 
@@ -344,3 +371,62 @@ async def test_a_configuration_that_makes_no_sense_is_refused(
     registry.push_image("nonsense", [tar_of([Entry("x")])], config=config)
     with pytest.raises(BuildFailed):
         await build(registry.reference("nonsense"), target)
+
+
+class Moody(httpx.AsyncBaseTransport):
+    """A registry of one image; ``bad`` answers come before right ones, for each path."""
+
+    def __init__(self, documents: dict[str, bytes], bad: list[httpx.Response | Exception]) -> None:
+        self.documents, self.bad = documents, bad
+        self.asked: dict[str, int] = {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        number = self.asked[path] = self.asked.get(path, 0) + 1
+        if number <= len(self.bad):
+            answer = self.bad[number - 1]
+            if isinstance(answer, Exception):
+                raise answer
+            return httpx.Response(answer.status_code, headers=answer.headers)
+        return httpx.Response(200, stream=httpx.ByteStream(self.documents[path]))
+
+
+async def test_a_registry_that_is_busy_or_breaks_off_is_asked_again() -> None:
+    reference = require_reference("localhost:1/x")
+    blob = b"layer" * 1000
+    documents = {"/v2/x/manifests/latest": b"{}", f"/v2/x/blobs/{digest_of(blob)}": blob}
+    slow = httpx.Response(429, headers={"Retry-After": "0"})
+    moody = Moody(documents, [slow, httpx.Response(503), httpx.ReadError("gone")])
+    async with Client(reference, transport=moody, first_delay=0.0) as registry:
+        assert await registry.manifest("latest") == ("", {})
+        out = io.BytesIO()
+        await registry.fetch_blob(digest_of(blob), len(blob), out)
+        assert out.getvalue() == blob
+        moody.bad, moody.asked = [httpx.Response(500)] * 99, {}
+        with pytest.raises(BuildFailed, match="500"):
+            await registry.manifest("latest")
+        assert moody.asked == {"/v2/x/manifests/latest": ATTEMPTS}
+
+
+async def test_a_full_disk_is_said_to_be_one() -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "full")
+
+    moody = Moody({f"/v2/x/blobs/{digest_of(b'x')}": b"x"}, [])
+    async with Client(require_reference("localhost:1/x"), transport=moody) as registry:
+        with pytest.raises(NoSpace):
+            await registry.fetch_blob(digest_of(b"x"), 1, Full())
+
+
+@pytest.mark.parametrize("where", ["platform", "rootfs", "config"])
+async def test_an_image_with_text_where_a_table_belongs_is_refused(where: str) -> None:
+    config = {"rootfs": {"diff_ids": []}, "config": {}, where: "text"}
+    data = json.dumps(config).encode()
+    manifest: dict[str, Any] = {"config": {"digest": digest_of(data), "size": len(data)}, "layers": []}
+    if where == "platform":
+        manifest = {"manifests": [{"digest": digest_of(data), "platform": "text"}]}
+    documents = {"/v2/x/manifests/latest": json.dumps(manifest).encode(), f"/v2/x/blobs/{digest_of(data)}": data}
+    async with Client(require_reference("localhost:1/x"), transport=Moody(documents, [])) as registry:
+        with pytest.raises(BuildFailed, match="not a table"):
+            await read_image(registry)
