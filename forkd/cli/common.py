@@ -77,9 +77,18 @@ def with_controller(work: Callable[[AsyncController], Awaitable[T]]) -> T:
         return trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)
     except* KeyboardInterrupt:
         sys.exit(130)
+    except* BrokenPipeError:
+        hang_up()
     except* (ControllerError, ForkdError) as group:
         fail(first_of(group))
     raise AssertionError("unreachable")
+
+
+def hang_up() -> NoReturn:
+    """Whoever read our output (``head``) has enough: end as a program does that SIGPIPE ends, without a word."""
+    # What is still buffered would fail again, loudly, when Python ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + signal.SIGPIPE)
 
 
 async def _cancel_on_interrupt(scope: trio.CancelScope) -> None:
@@ -169,13 +178,20 @@ def table(columns: list[str], rows: list[list[str]], title: str | None = None) -
     """A table for people, on stdout."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     grid = Table(title=title, box=None, pad_edge=False, title_justify="left")
     for index, name in enumerate(columns):
         grid.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
-        grid.add_row(*row)
+        # As Text: in a plain str rich would take what a guest or a registry calls things for markup.
+        grid.add_row(*(Text(plain(cell.replace("\n", " "))) for cell in row))
     Console(width=None if sys.stdout.isatty() else 160).print(grid)
+
+
+def plain(text: str) -> str:
+    """What others (a guest, a registry) call things, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def mib(count: float | None) -> str:

@@ -40,10 +40,11 @@ def command(source: str, target: str, as_json: bool) -> None:
     async def work(controller: AsyncController) -> dict[str, Any]:
         from forkd.cli import transfer
 
-        if ends[1] is not None:
-            return await transfer.upload(controller, source, ends[1][1], ends[1][2], bar)
-        assert ends[0] is not None
-        return await transfer.download(controller, ends[0][1], ends[0][2], target, bar)
+        with transfer.told():
+            if ends[1] is not None:
+                return await transfer.upload(controller, source, ends[1][1], ends[1][2], bar)
+            assert ends[0] is not None
+            return await transfer.download(controller, ends[0][1], ends[0][2], target, bar)
 
     report = with_controller(work)
     if as_json:

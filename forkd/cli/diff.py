@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forkd.cli.common import json_option, mib, print_json, with_controller
+from forkd.cli.common import json_option, mib, plain, print_json, with_controller
 
 if TYPE_CHECKING:
     from forkd.sdk.async_controller import AsyncController
@@ -32,10 +32,10 @@ def command(sandbox_id: str, against: str | None, as_json: bool) -> None:
         return
     for mark, name in (("+", "added"), ("~", "changed"), ("-", "removed"), ("?", "unread")):
         for path in found[name]:
-            click.echo(f"{mark} {_plain(path)}")
+            click.echo(f"{mark} {plain(path)}")
     for mark, name in (("+", "processes_started"), ("-", "processes_ended")):
         for row in found[name]:
-            click.echo(f"{mark} process {row['pid']} {_plain(shlex.join(row['args']))}")
+            click.echo(f"{mark} process {row['pid']} {plain(shlex.join(row['args']))}")
     for mark, name in (("+", "ports_opened"), ("-", "ports_closed")):
         for port in found[name]:
             click.echo(f"{mark} port {port}")
@@ -43,8 +43,3 @@ def command(sandbox_id: str, against: str | None, as_json: bool) -> None:
     click.echo(f"memory written: {mib(own)}" + ("" if other is None else f"; {found['against']}: {mib(other)}"))
     if found["truncated"]:
         click.echo("forkd: warning: there is more than this", err=True)
-
-
-def _plain(text: str) -> str:
-    """What a guest calls things, without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

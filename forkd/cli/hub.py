@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from forkd.cli.common import json_option, mib, print_json, table, with_controller
+from forkd.cli.common import json_option, mib, plain, print_json, table, with_controller
 from forkd.cli.packs import hub_option, local_hub, local_url
 
 
@@ -81,7 +81,7 @@ def check(ref: str, hub: str | None, as_json: bool) -> None:
             ("signed", signed),
             ("description", found["description"] or "-"),
         ):
-            click.echo(f"{name:14}{value}")
+            click.echo(f"{name:14}{plain(value)}")
     sys.exit(0 if found["runs_here"] else 1)
 
 

@@ -15,8 +15,8 @@ from forkd.cli.common import json_option, print_json, progress_bar, with_control
 @click.option("--rootfs", envvar="FORKD_ROOTFS", help="An ext4 image, as `forkd parent build` makes.")
 @click.option("--from-sandbox", "sandbox_id", help="Capture this running sandbox instead; it goes on.")
 @click.option("--mode", help="Capture it in this mode: full, diff, live, or one of a plugin.")
-@click.option("--diff", "mode", flag_value="diff", help="Write only what it changed.")
-@click.option("--live", "mode", flag_value="live", help="Write only what it changed, while it runs on.")
+@click.option("--diff", is_flag=True, help="Write only what it changed: --mode diff.")
+@click.option("--live", is_flag=True, help="Write only what it changed, while it runs on: --mode live.")
 @click.option("--no-wait", is_flag=True, help="With --live: return as soon as it runs on; see `forkd images`.")
 @click.option("--kernel", envvar="FORKD_KERNEL", help="Kernel to boot instead of the one `forkd setup` fetches.")
 @click.option("--rw", is_flag=True, help="Accepted for compatibility: every child may write, to an overlay in its RAM.")
@@ -39,6 +39,8 @@ def command(
     rootfs: str | None,
     sandbox_id: str | None,
     mode: str | None,
+    diff: bool,
+    live: bool,
     no_wait: bool,
     kernel: str | None,
     rw: bool,
@@ -56,14 +58,21 @@ def command(
     forkd snapshot --tag base --rootfs ./debian-bookworm.ext4
     forkd snapshot --tag later --from-sandbox sb-… --live
     """
+    if (mode is not None) + diff + live > 1:
+        raise click.UsageError("--mode, --diff and --live exclude each other")
+    mode = "diff" if diff else "live" if live else mode
     if sandbox_id is not None:
+        if _given("rootfs"):
+            raise click.UsageError("give --rootfs or --from-sandbox, not both")
+        if no_wait and mode != "live":
+            raise click.UsageError("--no-wait needs --live")
         info = with_controller(
             lambda controller: controller.branch_sandbox(sandbox_id, tag=tag, mode=mode, wait=not no_wait)
         )
         show(info, as_json)
         return
     if mode is not None or no_wait:
-        raise click.UsageError("--diff, --live and --no-wait belong to --from-sandbox")
+        raise click.UsageError("--mode, --diff, --live and --no-wait belong to --from-sandbox")
     if tag is None or rootfs is None:
         raise click.UsageError("give --tag and --rootfs, or --from-sandbox")
     fields = {
@@ -80,6 +89,11 @@ def command(
     with progress_bar() as progress:
         info = with_controller(lambda controller: controller.create_snapshot(tag, progress, **fields))
     show(info, as_json)
+
+
+def _given(name: str) -> bool:
+    """Whether an option is on the command line itself; the environment holds for every command."""
+    return click.get_current_context().get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 def _volume(text: str) -> dict[str, Any]:

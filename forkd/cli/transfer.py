@@ -6,8 +6,8 @@ import os
 import secrets
 import shutil
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,15 @@ from forkd.specs.errors import BadInput, ForkdError
 
 CHUNK = 256 * 1024
 Bar = Callable[[str, int | None], AbstractContextManager[Count]]
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What this host's files refuse is told as a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{error.filename or 'this host'}: {error.strerror or error}") from error
 
 
 async def upload(controller: AsyncController, source: str, sandbox_id: str, target: str, bar: Bar) -> dict[str, Any]:
