@@ -12,6 +12,7 @@ const CLOSE = 8;
 const PING = 9;
 const PONG = 10;
 const LIMIT = 64 << 20;
+const GOODBYE_MS = 5_000;
 
 export type Message = string | Uint8Array;
 export type Connect = (method: string, url: URL, headers: Record<string, string>) => Promise<Channel>;
@@ -39,6 +40,9 @@ export class Channel implements AsyncIterable<Message> {
       this.closed = true;
       this.write(CLOSE, Buffer.from([0x03, 0xe8])).catch(() => undefined);
       this.socket.end();
+      this.socket.removeAllListeners('readable');
+      this.socket.resume(); // what still comes is dropped; unread, it would hide the other end's goodbye for ever
+      setTimeout(() => this.socket.destroy(), GOODBYE_MS).unref();
     }
   }
 

@@ -18,7 +18,7 @@ export type EvalOptions = Options<api.EvalRequest, 'code'> & { signal?: AbortSig
 export type PrepareOptions = Options<api.PrepareRequest>;
 export type WorkspaceOptions = Options<api.CreateWorkspace, 'name' | 'snapshot_tag'> & { name: string; snapshotTag: string };
 export type BranchMode = 'full' | 'diff' | 'live';
-export type ForkOptions = Options<api.CreateSandboxes, 'snapshot_tag'>;
+export type ForkOptions = Options<api.ForkSandbox, 'n'>;
 
 const EXEC_SECONDS = 30;
 const snapshotPath = (tag: string, verb = '') => `/v1/snapshots/${Http.part(tag)}${verb}`;

@@ -1,3 +1,4 @@
+import type { Call } from './http.js';
 import { Methods, sandboxPath } from './methods.js';
 import type * as api from './schema.js';
 
@@ -26,18 +27,17 @@ export class FileMethods extends Methods {
 
   /** A file's bytes, or a part of them, in memory. */
   async readFile(id: string, path: string, offset = 0, length?: number): Promise<Uint8Array> {
-    const response = await this.download(id, path, offset, length);
-    return new Uint8Array(await response.arrayBuffer());
+    return this.http.bytes('GET', filesPath(id), part(path, offset, length));
   }
 
   /** A file's bytes, or a part of them, as they come. */
   async openFile(id: string, path: string, offset = 0, length?: number): Promise<ReadableStream<Uint8Array>> {
-    return stream(await this.download(id, path, offset, length));
+    return stream(await this.http.send('GET', filesPath(id), part(path, offset, length)));
   }
 
   /** A directory as a tar stream. */
   async openTree(id: string, path: string): Promise<ReadableStream<Uint8Array>> {
-    return stream(await this.http.send('GET', filesPath(id), { query: { path, format: 'tar' } }, false));
+    return stream(await this.http.send('GET', filesPath(id), { query: { path, format: 'tar' } }));
   }
 
   statFile(id: string, path: string, follow = false): Promise<api.FileEntry> {
@@ -87,17 +87,18 @@ export class FileMethods extends Methods {
   ): Promise<api.FileEntry> {
     const { mode, append, makeParents, user } = options;
     const query = { path, format, mode, append: append || undefined, make_parents: makeParents || undefined, user };
-    const response = await this.http.send('PUT', filesPath(id), { query, raw: data as BodyInit }, false);
-    return (await response.json()) as api.FileEntry;
+    const entry = await this.http.bytes('PUT', filesPath(id), { query, raw: data as BodyInit });
+    return JSON.parse(new TextDecoder().decode(entry)) as api.FileEntry;
   }
+}
 
-  private download(id: string, path: string, offset: number, length?: number): Promise<Response> {
-    const headers: Record<string, string> = {};
-    if (offset || length !== undefined) {
-      headers['range'] = `bytes=${offset}-${length === undefined ? '' : offset + length - 1}`;
-    }
-    return this.http.send('GET', filesPath(id), { query: { path }, headers }, false);
+/** A file, or a part of it. */
+function part(path: string, offset: number, length?: number): Call {
+  const headers: Record<string, string> = {};
+  if (offset || length !== undefined) {
+    headers['range'] = `bytes=${offset}-${length === undefined ? '' : offset + length - 1}`;
   }
+  return { query: { path }, headers };
 }
 
 function stream(response: Response): ReadableStream<Uint8Array> {

@@ -1,16 +1,18 @@
 import { connect } from './channel.js';
 import type { Channel, Connect } from './channel.js';
 import { ControllerError } from './errors.js';
+import { patientFetch } from './patient.js';
 
 const NDJSON = 'application/x-ndjson';
 const GRACE_MS = 10_000;
+const LONGEST_MS = 2 ** 31 - 1; // of a timer
 
 export interface ControllerOptions {
   /** Where the daemon is; `FORKD_URL`, or http://127.0.0.1:8889. */
   baseUrl?: string;
   /** Its token; `FORKD_TOKEN`, or none. */
   token?: string;
-  /** How long an ordinary answer may take. Commands with a time limit of their own may take that long. */
+  /** How long an ordinary answer may take; Infinity: as long as it likes. Commands may take their own time limit. */
   timeoutMs?: number;
   /** Another `fetch`. */
   fetch?: typeof fetch;
@@ -40,12 +42,10 @@ export class Http {
 
   constructor(options: ControllerOptions = {}) {
     const env = typeof process === 'undefined' ? {} : process.env;
-    this.baseUrl = (options.baseUrl ?? env['FORKD_URL'] ?? 'http://127.0.0.1:8889').replace(/\/+$/, '');
+    this.baseUrl = (options.baseUrl || env['FORKD_URL'] || 'http://127.0.0.1:8889').replace(/\/+$/, '');
     this.token = options.token ?? env['FORKD_TOKEN'];
     this.timeoutMs = options.timeoutMs ?? 60_000;
-    const given = options.fetch ?? globalThis.fetch;
-    if (typeof given !== 'function') throw new Error('this runtime has no fetch: give one, or use Node 18');
-    this.fetcher = given;
+    this.fetcher = options.fetch ?? patientFetch;
     this.connector = options.connect ?? connect;
   }
 
@@ -55,13 +55,28 @@ export class Http {
   }
 
   async json<T>(method: string, path: string, call: Call = {}): Promise<T> {
-    const response = await this.send(method, path, call);
-    const text = await response.text();
+    const text = await this.exchange(method, path, call, (response) => response.text());
     return (text === '' ? undefined : JSON.parse(text)) as T;
   }
 
+  /** The answer's bytes. */
+  async bytes(method: string, path: string, call: Call = {}, limited = false): Promise<Uint8Array> {
+    return new Uint8Array(await this.exchange(method, path, call, (response) => response.arrayBuffer(), limited));
+  }
+
   /** The answer's body is the caller's to read. */
-  async send(method: string, path: string, call: Call = {}, limited = true): Promise<Response> {
+  async send(method: string, path: string, call: Call = {}): Promise<Response> {
+    return this.exchange(method, path, call, async (response) => response, false);
+  }
+
+  /** Send, and `take` the answer. What breaks on the way is a ControllerError; what `call.signal` ends, its reason. */
+  private async exchange<T>(
+    method: string,
+    path: string,
+    call: Call,
+    take: (response: Response) => Promise<T>,
+    limited = true,
+  ): Promise<T> {
     const url = this.address(path, call.query);
     const headers: Record<string, string> = { ...call.headers, ...this.login() };
     const init: RequestInit & { duplex?: 'half' } = { method, headers };
@@ -73,23 +88,23 @@ export class Http {
       init.body = JSON.stringify(call.body);
     }
     const alarm = new AbortController();
-    const limit = call.lasts === undefined ? 0 : call.lasts * 1000 + GRACE_MS;
-    const timer = limited ? setTimeout(() => alarm.abort(), Math.max(this.timeoutMs, limit)) : undefined;
+    const limit = Math.max(this.timeoutMs, call.lasts === undefined ? 0 : call.lasts * 1000 + GRACE_MS);
+    const timer = limited && limit <= LONGEST_MS ? setTimeout(() => alarm.abort(), limit) : undefined;
     const leave = () => alarm.abort(call.signal?.reason);
     if (call.signal?.aborted) leave();
     call.signal?.addEventListener('abort', leave, { once: true });
     init.signal = alarm.signal;
-    let response: Response;
     try {
-      response = await this.fetcher(url, init);
+      const response = await this.fetcher(url, init);
+      if (response.status === 207 || !response.ok) throw await refusal(response, url.toString());
+      return await take(response);
     } catch (error) {
-      if (call.signal?.aborted) throw error;
+      if (error instanceof ControllerError || call.signal?.aborted) throw error;
       throw unreachable(error, this.baseUrl, alarm.signal.aborted);
     } finally {
       clearTimeout(timer);
+      call.signal?.removeEventListener('abort', leave); // a signal may outlive thousands of calls
     }
-    if (response.status === 207 || !response.ok) throw await refusal(response, url.toString());
-    return response;
   }
 
   /** A WebSocket. */
@@ -112,13 +127,24 @@ export class Http {
   /** Read a stream of events to its end; the result is what the last one carries. */
   async events<T>(method: string, path: string, call: Call, onEvent: (event: Event) => void): Promise<T> {
     const headers = { ...call.headers, accept: NDJSON };
-    const response = await this.send(method, path, { ...call, headers }, false);
     let last: Event | undefined;
-    for await (const line of lines(response)) {
-      const event = JSON.parse(line) as Event;
-      if (event.event === 'result' || event.event === 'error') last = event;
-      else onEvent(event);
-    }
+    let thrown: { error: unknown } | undefined;
+    const read = async (response: Response): Promise<void> => {
+      for await (const line of lines(response)) {
+        const event = JSON.parse(line) as Event;
+        if (event.event === 'result' || event.event === 'error') last = event;
+        else {
+          try {
+            onEvent(event);
+          } catch (error) {
+            thrown = { error }; // the listener's own: not a fault of the connection
+            return;
+          }
+        }
+      }
+    };
+    await this.exchange(method, path, { ...call, headers }, read, false);
+    if (thrown) throw thrown.error;
     if (last?.event === 'result') return last['result'] as T;
     const failed = last ?? { status: 502, error: 'the answer ended early', code: 'transfer_error' };
     throw new ControllerError(Number((failed as { status?: number }).status ?? 500), failed, this.baseUrl + path);

@@ -9,6 +9,8 @@ import type * as api from './schema.js';
 export type FanoutOptions = Options<api.FanoutRequest, 'source' | 'n' | 'args'>;
 export type ForkRequestOptions = Options<api.ForkRequest, 'source' | 'n'>;
 
+const FANOUT_SECONDS = 30;
+
 /** The one fork verb, pausing, going back, taking over, and what happens. */
 export class LifecycleMethods extends ProcessMethods {
   /** Fork a sandbox or a snapshot, in one call; with `onPartial: 'keep'` a 207 carries both lists. */
@@ -41,7 +43,8 @@ export class LifecycleMethods extends ProcessMethods {
 
   /** Fork, run a command in each child, end all but the best `keep`; rows, the best first. */
   fanout(source: string, n: number, args: string[], options: FanoutOptions = {}): Promise<api.FanoutRow[]> {
-    return this.http.json('POST', '/v1/fanout', { body: { source, n, args, ...body(options) } });
+    const lasts = options.timeoutSecs ?? FANOUT_SECONDS;
+    return this.http.json('POST', '/v1/fanout', { body: { source, n, args, ...body(options) }, lasts });
   }
 
   /** What is kept of a log; `source` is console (the guest's kernel and agent) or vmm. */

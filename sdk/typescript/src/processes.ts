@@ -58,7 +58,7 @@ export class ProcessMethods extends FileMethods {
   /** Send input; with `eof` that was all. */
   async sendStdin(id: string, process: ProcessId, data: string | Uint8Array = '', eof = false): Promise<void> {
     const call = { query: { eof: eof || undefined }, raw: data as BodyInit };
-    await (await this.http.send('POST', processPath(id, process, '/stdin'), call)).arrayBuffer();
+    await this.http.bytes('POST', processPath(id, process, '/stdin'), call, true);
   }
 
   /** Signal its whole group. */

@@ -16,9 +16,9 @@ export class Sandbox {
 
   /** A fresh child of `snapshotTag`. */
   static async create(options: CreateOptions): Promise<Sandbox> {
-    const { controller, baseUrl, token, timeoutMs, fetch, ...spawn } = options;
+    const { controller, baseUrl, token, timeoutMs, fetch, connect, ...spawn } = options;
     const given = Object.fromEntries(
-      Object.entries({ baseUrl, token, timeoutMs, fetch }).filter(([, value]) => value !== undefined),
+      Object.entries({ baseUrl, token, timeoutMs, fetch, connect }).filter(([, value]) => value !== undefined),
     ) as ControllerOptions;
     const used = controller ?? new Controller(given);
     const [info] = await used.spawnSandboxes({ ...spawn, n: 1 });
