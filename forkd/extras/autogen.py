@@ -47,6 +47,7 @@ def code_executor(sandbox: Sandbox | Toolbox) -> Any:
         """Runs code blocks in a forkd sandbox."""
 
         component_type = "code_executor"
+        _kept: Sandbox | None = None
 
         async def execute_code_blocks(self, code_blocks: list[Any], cancellation_token: Any) -> Any:
             """Run the blocks in order, until one fails."""
@@ -61,11 +62,15 @@ def code_executor(sandbox: Sandbox | Toolbox) -> Any:
             self._kept = (await asyncio.to_thread(box.sandbox.fork, 1))[0]
 
         async def stop(self) -> None:
-            """End that fork; the sandbox is its owner's to end."""
-            await asyncio.to_thread(self._kept.kill)
+            """End that fork, if there is one; the sandbox is its owner's to end."""
+            kept, self._kept = self._kept, None
+            if kept is not None:
+                await asyncio.to_thread(kept.kill)
 
         async def restart(self) -> None:
             """End the sandbox and go on in a fork of the state it began with."""
+            if self._kept is None:
+                raise RuntimeError("the executor was not started: nothing is kept to go back to")
             used, box.sandbox = box.sandbox, (await asyncio.to_thread(self._kept.fork, 1))[0]
             await asyncio.to_thread(used.kill)
 

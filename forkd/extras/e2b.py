@@ -77,8 +77,16 @@ class Sandbox:
             raise
         return made
 
-    def fork(self, n: int = 1, **fields: Any) -> Sequence[Self]:
-        """``n`` children with its memory and files as they are now: what E2B does not have."""
+    def fork(
+        self, n: int = 1, *, count: int | None = None, timeout: float | None = None, **fields: Any
+    ) -> Sequence[Self]:
+        """``n`` (E2B's ``count``) children with its memory and files as they are now, all of them or none.
+
+        With ``timeout`` they end after that many seconds. Further ``fields`` are those of ``Controller.fork``.
+        """
+        if timeout is not None:
+            fields["all_children"] = {**fields.get("all_children", {}), "timeout_secs": timeout}
+        n = n if count is None else count
         rows = self.controller.fork(self.sandbox_id, n, **fields)
         return [type(self)(row, self.controller) for row in rows]
 
@@ -131,5 +139,7 @@ class Sandbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.kill()
-        self.close()
+        try:
+            self.kill()
+        finally:
+            self.close()

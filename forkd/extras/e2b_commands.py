@@ -33,7 +33,7 @@ class CommandHandle:
         self._controller = controller
         self._sandbox_id = sandbox_id
 
-    def wait(self, on_stdout: OnText | None = None, on_stderr: OnText | None = None) -> CommandResult:
+    def wait(self, *, on_stdout: OnText | None = None, on_stderr: OnText | None = None) -> CommandResult:
         """Its output from the beginning (at least the last of it, if there was much) and how it ended.
 
         Raises CommandExitException if that is not 0, TimeoutException if it ran out of time.
@@ -76,40 +76,36 @@ class Commands:
         self._sandbox_id = sandbox_id
 
     @overload
-    def run(self, cmd: str, background: Literal[False] = False, **options: Any) -> CommandResult: ...
+    def run(self, cmd: str, background: Literal[False] | None = None, *more: Any, **options: Any) -> CommandResult: ...
     @overload
-    def run(self, cmd: str, background: Literal[True], **options: Any) -> CommandHandle: ...
+    def run(self, cmd: str, background: Literal[True], *more: Any, **options: Any) -> CommandHandle: ...
     def run(
         self,
         cmd: str,
-        background: bool = False,
-        *,
-        on_stdout: OnText | None = None,
-        on_stderr: OnText | None = None,
-        **options: Any,
-    ) -> CommandResult | CommandHandle:
-        """Run a line of shell to its end, or in the background (``envs=``, ``user=``, ``cwd=``, ``stdin=True``,
-        ``timeout=`` in seconds: 60 unless told, 0 or None for none).
-
-        Raises CommandExitException and TimeoutException, as ``CommandHandle.wait`` does.
-        """
-        handle = self._start(cmd, **options)
-        return handle if background else handle.wait(on_stdout, on_stderr)
-
-    def _start(
-        self,
-        cmd: str,
+        background: bool | None = None,
         envs: dict[str, str] | None = None,
         user: str | None = None,
         cwd: str | None = None,
-        stdin: bool = False,
+        on_stdout: OnText | None = None,
+        on_stderr: OnText | None = None,
+        stdin: bool | None = None,
         timeout: float | None = 60,
-    ) -> CommandHandle:
-        limit = timeout or None
+    ) -> CommandResult | CommandHandle:
+        """Run a line of shell to its end, or in the background; ``timeout`` in seconds, 0 or None for none.
+
+        Raises CommandExitException and TimeoutException, as ``CommandHandle.wait`` does.
+        """
         started = self._controller.start_process(
-            self._sandbox_id, shell=cmd, env=envs or {}, user=user, cwd=cwd, stdin=stdin, timeout_secs=limit
+            self._sandbox_id,
+            shell=cmd,
+            env=envs or {},
+            user=user,
+            cwd=cwd,
+            stdin=bool(stdin),
+            timeout_secs=timeout or None,
         )
-        return self.connect(started["pid"])
+        handle = self.connect(started["pid"])
+        return handle if background else handle.wait(on_stdout=on_stdout, on_stderr=on_stderr)
 
     def connect(self, pid: int) -> CommandHandle:
         """A handle on a command that was started before."""

@@ -56,6 +56,7 @@ class Toolbox:
             self.sandbox.commands.run(command, on_stdout=pieces.append, on_stderr=pieces.append, timeout=self.timeout)
             status = 0
         except CommandExitException as error:
+            pieces.append(f"[{error.error}]\n" if error.error else "")
             status = error.exit_code
         except TimeoutException:
             pieces.append(f"[killed after {self.timeout:g} s]\n")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 
 SERVER = "forkd"
 
@@ -27,4 +30,6 @@ CLIENTS = {
 def snippet(name: str, command: str) -> tuple[str, str]:
     """Where it belongs, and the text, with ``command`` as the program to start. Raises KeyError."""
     where, text = CLIENTS[name]
+    if os.path.basename(command) == "__main__.py":  # of `python -m forkd`, which no client could start
+        command, text = sys.executable, re.sub(r'("mcp")(?=\s*\])', r'"-m", "forkd", \1', text)
     return where, text.replace("%COMMAND%", json.dumps(command)[1:-1])

@@ -128,6 +128,8 @@ class FileTools:
     async def _digests(self, sandbox_id: str, path: str) -> dict[str, str]:
         script = f"cd {shlex.quote(path)} && find . -xdev -type f -exec sha256sum {{}} +"
         done = await self._controller.exec_command(sandbox_id, ["sh", "-c", script], 120)
+        if done["timed_out"] or done["truncated"]:  # what is missing of a list would look like a difference
+            raise ToolError(f"{path} of {sandbox_id} has too much to compare. Hint: compare a directory below it")
         if done["exit_code"] != 0 and not done["stdout"]:
             raise ToolError(f"{path} of {sandbox_id} cannot be read: {done['stderr'][-500:]}")
         rows = (line.split("  ", 1) for line in done["stdout"].splitlines() if "  " in line)

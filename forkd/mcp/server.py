@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import trio
-from hypercorn.config import Config
-from hypercorn.trio import serve
+from hypercorn.config import Config, Sockets
+from hypercorn.trio.run import worker_serve
+from hypercorn.utils import wrap_app
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError
 from mcp.types import ToolAnnotations
@@ -22,6 +24,7 @@ from forkd.mcp.tools import SandboxTools
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.connect import find_controller
 from forkd.sdk.errors import ControllerError
+from forkd.specs.errors import HostNotReady
 
 INSTRUCTIONS = """\
 forkd runs virtual machines that are forked in milliseconds from warm snapshots. Usual order: list_snapshots, \
@@ -65,17 +68,33 @@ async def serve_stdio(url: str | None, token: str | None) -> None:
 
 
 async def serve_http(url: str | None, token: str | None, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve any number of clients at ``http://HOST:PORT/mcp`` until cancelled."""
+    """Serve any number of clients at ``http://HOST:PORT/mcp`` until cancelled. Raises HostNotReady for a port taken."""
     _quiet_logs()
-    async with find_controller(url, token) as controller:
-        app = make_server(controller).streamable_http_app(host=host)
-        config = Config()
-        config.bind = [f"{host}:{port}"]
-        config.loglevel = "WARNING"
-        config.graceful_timeout = 1
-        async with trio.open_nursery() as nursery:
-            bound = await nursery.start(partial(serve, cast(Any, app), config))
+    name = host.strip("[]")
+    config = Config()
+    config.loglevel = "WARNING"
+    config.graceful_timeout = 1
+    with _listen(name, port) as sock:
+        async with find_controller(url, token) as controller, trio.open_nursery() as nursery:
+            # the name without brackets: with them the library does not know this machine, and lets every web page in
+            app = wrap_app(cast(Any, make_server(controller).streamable_http_app(host=name)), 0, "asgi")
+            serve = partial(worker_serve, app, config, sockets=Sockets([], [sock], []))
+            bound = await nursery.start(serve)
             say(f"listening on {bound[0]}/mcp")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket to be served. Made here: in the server's hands a port that is taken becomes a group of groups."""
+    try:
+        if port > 65535:
+            raise OSError("ports end at 65535")
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.create_server((host, port), family=family)
+    except OSError as error:
+        hint = "another port; 0 is any that is free"
+        raise HostNotReady(f"cannot listen on {host}:{port}: {error.strerror or error}", hint=hint) from error
+    sock.setblocking(False)
+    return sock
 
 
 async def _told(answer: Any) -> Any:

@@ -203,12 +203,16 @@ async def progress_of(ctx: Context) -> AsyncIterator[OnProgress]:
                 steps.append(step)
             await ctx.report_progress(len(steps) - 1 + (fraction or 0.0), None, step)
 
+    failed: Exception | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pump)
-        try:
-            yield on_progress
-        finally:
-            send.close()
+        with send:
+            try:
+                yield on_progress
+            except Exception as error:  # raised below as it is, not as a group
+                failed = error
+    if failed is not None:
+        raise failed
 
 
 def since(began: float) -> int:

@@ -46,7 +46,7 @@ def main() -> None:
         failed += status != 0
         print(f"{name}: {'passed' if status == 0 else 'FAILED'}")
         if status != 0:
-            print(*re.findall(r"^\w*Error: .*", said, re.MULTILINE), sep="\n")
+            print(*re.findall(r"^(?:E\s+)?(\w*Error: .*)", said, re.MULTILINE), sep="\n")
     print(f"{len(tests) - failed} files passed, {failed} failed, in {len(tests)} forks of one sandbox")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -54,8 +55,10 @@ def failures(sandbox: Sandbox, fix: str = "") -> int:
     """How many tests fail with a fix."""
     if fix:
         sandbox.files.write("/srv/app/stats.py", fix)
-    _, said = Toolbox(sandbox).run("cd /srv/app && python3 -B tests.py 2>&1 | grep -c '^\\(FAIL\\|ERROR\\):'")
-    return int(said)
+    _, said = Toolbox(sandbox).run("cd /srv/app && python3 -B tests.py 2>&1")
+    if "\nRan 4 tests" not in said:  # a fix that cannot even be imported is no good one
+        return 4
+    return len(re.findall(r"^(?:FAIL|ERROR):", said, re.MULTILINE))
 
 
 def main() -> None:

@@ -181,7 +181,8 @@ def test_a_snippet_for_every_client_starts_this_program(name: str, forkd: Any) -
 
         ((servers),) = json.loads(done.stdout).values()
         server = servers["forkd"]
-    assert server["args"] == ["mcp"]
+    asked = subprocess.run([server["command"], *server["args"], "--help"], capture_output=True, text=True, timeout=60)
+    assert "Model Context Protocol" in asked.stdout, asked.stderr
 
 
 def test_it_is_served_to_this_machine_only(forkd: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from forkd.extras import autogen, crewai, langchain, openai_agents
 from forkd.extras.autogen import BlockResult, run_blocks
-from forkd.extras.e2b import CommandExitException, CommandResult, TimeoutException
+from forkd.extras.e2b import CommandExitException, CommandResult, Sandbox, TimeoutException
 from forkd.extras.toolbox import OUTPUT_LIMIT, Toolbox, shortened
 from forkd.sdk.errors import ControllerError
 
@@ -108,3 +108,41 @@ def test_every_tool_has_the_docstring_and_types_a_model_is_shown() -> None:
         assert function.__doc__
         assert function.__annotations__["return"] == "str"
     assert importlib.import_module("forkd.extras").__doc__
+
+
+class Calls:
+    """A controller that notes what it is asked, and whose commands print and fail."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def fork(self, source: str, n: int, **fields: Any) -> list[dict[str, Any]]:
+        self.asked.append((source, n, fields))
+        return [{"id": f"child-{index}"} for index in range(n)]
+
+    def start_process(self, sandbox_id: str, **fields: Any) -> dict[str, Any]:
+        self.asked.append((sandbox_id, fields))
+        return {"pid": 7}
+
+    def follow_process(self, sandbox_id: str, pid: int, on_output: Callable[[str, bytes], None]) -> dict[str, Any]:
+        on_output("stdout", b"out")
+        return {"reason": "not_found", "exit_code": 126, "error": "the argument list is too long"}
+
+
+def test_a_fork_takes_its_count_and_time_as_e2b_spells_them() -> None:
+    calls: Any = Calls()
+    sandbox = Sandbox({"id": "sb"}, calls)
+    assert [child.sandbox_id for child in sandbox.fork(count=2, timeout=60)] == ["child-0", "child-1"]
+    assert len(sandbox.fork(3)) == 3
+    assert calls.asked == [("sb", 2, {"all_children": {"timeout_secs": 60}}), ("sb", 3, {})]
+
+
+def test_a_command_takes_its_arguments_in_the_order_of_e2b() -> None:
+    calls: Any = Calls()
+    heard: list[str] = []
+    with pytest.raises(CommandExitException, match="the argument list is too long"):
+        Sandbox({"id": "sb"}, calls).commands.run("ls", None, {"A": "b"}, "me", "/tmp", heard.append, None, True, 5)
+    assert heard == ["out"]
+    asked = {"shell": "ls", "env": {"A": "b"}, "user": "me", "cwd": "/tmp", "stdin": True, "timeout_secs": 5}
+    assert calls.asked == [("sb", asked)]
+    assert Toolbox(Sandbox({"id": "sb"}, calls)).run("ls") == (126, "out[the argument list is too long]\n")
