@@ -58,6 +58,7 @@ docs: setup  ## write what is generated: CLI and API reference, examples of the 
 	$(BIN)/python build/docs.py
 
 bench: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check 'numpy>=1.24'
 	$(BIN)/python tests/bench/fork.py
 	$(BIN)/python tests/bench/template.py
 

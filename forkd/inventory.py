@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -10,13 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from forkd.linux.process import start_time
-from forkd.specs.errors import Conflict
+from forkd.specs.errors import Conflict, HostNotReady, MachineGone, NoSpace
 from forkd.specs.models import SandboxInfo, Snapshot, WorkspaceInfo
 from forkd.specs.requests import CreateWorkspace
 
 if TYPE_CHECKING:
     from forkd.sandbox import Sandbox
 
+log = logging.getLogger("forkd")
 VERSION = 1
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sandboxes (
@@ -49,10 +53,13 @@ class Inventory(Protocol):
     """Where running sandboxes are written down."""
 
     def save(self, sandbox: Sandbox) -> None:
-        """Write down a sandbox that is up, or whose ``info`` has changed. Quick enough to call from a task."""
+        """Write down a sandbox that is up, or whose ``info`` has changed. Quick enough to call from a task.
+
+        Raises NoSpace, HostNotReady; MachineGone if its VMM has ended.
+        """
 
     def remove(self, sandbox_id: str) -> None:
-        """Forget a sandbox of which nothing is left."""
+        """Forget a sandbox of which nothing is left. Never raises: a row too many is found out by who adopts."""
 
     def rows(self) -> list[Row]:
         """Every sandbox written down, oldest first."""
@@ -107,34 +114,49 @@ class SqliteInventory:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open it, or make it. Raises Conflict for a file that is something else; NoSpace, HostNotReady."""
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, isolation_level=None)
-        path.chmod(0o600)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        found = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if found not in (0, VERSION):
+        with self._told():
+            self._db = sqlite3.connect(path, isolation_level=None)
+        try:
+            with self._told():
+                path.chmod(0o600)
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                found = self._db.execute("PRAGMA user_version").fetchone()[0]
+                if found not in (0, VERSION):
+                    raise Conflict(f"{path} has version {found}; this forkd reads {VERSION}", hint="use a newer forkd")
+                self._db.executescript(_TABLES)
+                self._db.execute(f"PRAGMA user_version={VERSION}")
+        except BaseException:
             self._db.close()
-            raise Conflict(f"{path} has version {found}; this forkd reads {VERSION}", hint="use a newer forkd")
-        self._db.executescript(_TABLES)
-        self._db.execute(f"PRAGMA user_version={VERSION}")
+            raise
 
     def save(self, sandbox: Sandbox) -> None:
         """Insert or replace its row; one without a snapshot (a parent being made) is nobody's to adopt."""
         if sandbox.source is None:
             return
+        try:
+            started = start_time(sandbox.machine.pid)
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise MachineGone(f"the VMM of {sandbox.id} has ended") from error
         values = (
             sandbox.id,
             sandbox.machine.pid,
-            start_time(sandbox.machine.pid),
+            started,
             msgspec.json.encode(sandbox.source.manifest).decode(),
             msgspec.json.encode(sandbox.info).decode(),
         )
-        self._db.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?, ?)", values)
+        with self._told():
+            self._db.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?, ?)", values)
 
     def remove(self, sandbox_id: str) -> None:
         """Delete its row."""
-        self._db.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
+        try:
+            self._db.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
+        except sqlite3.Error as error:
+            log.error("%s: sandbox %s has ended but stays written down: %s", self._path, sandbox_id, error)
 
     def rows(self) -> list[Row]:
         """Every sandbox written down, oldest first."""
@@ -167,14 +189,30 @@ class SqliteInventory:
             msgspec.json.encode(workspace.made).decode(),
             msgspec.json.encode(workspace.info).decode(),
         )
-        self._db.execute("INSERT OR REPLACE INTO workspaces VALUES (?, ?, ?)", values)
-        self._db.execute("PRAGMA wal_checkpoint(FULL)")
+        with self._told():
+            self._db.execute("INSERT OR REPLACE INTO workspaces VALUES (?, ?, ?)", values)
+            self._db.execute("PRAGMA wal_checkpoint(FULL)")
 
     def remove_workspace(self, name: str) -> None:
         """Delete, then wait for the disk."""
-        self._db.execute("DELETE FROM workspaces WHERE name = ?", (name,))
-        self._db.execute("PRAGMA wal_checkpoint(FULL)")
+        with self._told():
+            self._db.execute("DELETE FROM workspaces WHERE name = ?", (name,))
+            self._db.execute("PRAGMA wal_checkpoint(FULL)")
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """SQLite's errors as ours: nothing else may come out, as tasks that end the daemon if they fail write here."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
+                hint = "free some space: forkd prune, forkd rmi, forkd cleanup"
+                raise NoSpace(f"no space left for {self._path}", hint=hint) from error
+            raise HostNotReady(f"{self._path} cannot be written: {error}") from error
+        except sqlite3.DatabaseError as error:
+            hint = "move it away: workspaces in it are forgotten, their snapshots stay"
+            raise Conflict(f"{self._path} is no inventory: {error}", hint=hint) from error

@@ -16,6 +16,7 @@ from forkd.specs.errors import ForkdError, GuestUnreachable, TooBusy
 from forkd.specs.models import ProcessInfo
 
 BUFFER = 256 * 1024
+MAX_PIECES = 4096
 MAX_RUNNING = 256
 MAX_ENDED = 32
 
@@ -29,6 +30,7 @@ class Output:
 
     def __init__(self, limit: int = BUFFER) -> None:
         self._limit = limit
+        self._small = limit // 64
         self._pieces: deque[tuple[str, bytes]] = deque()
         self._first = 0
         self._listeners: set[Listener] = set()
@@ -42,9 +44,23 @@ class Output:
         """Add a piece, once everybody who listens has taken what must go for it."""
         while not self._evict(len(data)):
             await self._room.park()
-        self._pieces.append((kind, data))
+        if not self._merge(kind, data):
+            self._pieces.append((kind, data))
         self.end += len(data)
         self._news.unpark_all()
+
+    def _merge(self, kind: str, data: bytes) -> bool:
+        """Add to the last piece while it is small: each costs memory of its own, whatever it holds."""
+        if not self._pieces or self._pieces[-1][0] != kind:
+            return False
+        last = self._pieces[-1][1]
+        if len(last) + len(data) > self._small:
+            return False
+        for listener in self._listeners:
+            if listener.index == self._first + len(self._pieces):  # it has taken the last piece as it was
+                listener.index, listener.skip = listener.index - 1, len(last)
+        self._pieces[-1] = kind, last + data
+        return True
 
     def lose(self, count: int) -> None:
         """Note bytes the guest could not keep before this buffer began."""
@@ -68,13 +84,15 @@ class Output:
             self._listeners.discard(listener)
             self._room.unpark_all()
 
-    def kept(self) -> list[tuple[str, bytes]]:
-        """What is in the buffer now."""
-        return list(self._pieces)
+    def kept(self, position: int = 0) -> list[tuple[str, bytes]]:
+        """What is in the buffer now, from ``position`` on."""
+        index, skip = self._locate(position)
+        pieces = list(self._pieces)[index - self._first :]
+        return [(kind, data[skip if at == 0 else 0 :]) for at, (kind, data) in enumerate(pieces)]
 
     def _evict(self, size: int) -> bool:
         """Make room; False if a listener still needs what would have to go."""
-        while self._pieces and self.end - self.begin + size > self._limit:
+        while self._pieces and (self.end - self.begin + size > self._limit or len(self._pieces) >= MAX_PIECES):
             if any(listener.index <= self._first for listener in self._listeners):
                 return False
             self.begin += len(self._pieces.popleft()[1])
@@ -102,7 +120,7 @@ class Listener:
         self._output = output
         self.lost = max(0, output.begin - position)
         self.position = min(max(position, output.begin), output.end)
-        self.index, self._skip = output._locate(self.position)
+        self.index, self.skip = output._locate(self.position)
 
     def __aiter__(self) -> Listener:
         return self
@@ -114,7 +132,7 @@ class Listener:
                 raise StopAsyncIteration
             await self._output._news.park()
         kind, data = piece
-        data, self._skip = data[self._skip :], 0
+        data, self.skip = data[self.skip :], 0
         self.index += 1
         self.position += len(data)
         self._output._room.unpark_all()
@@ -202,8 +220,8 @@ class ProcessTable:
 
     def find(self, reference: str) -> Process | None:
         """By pid or, the newest first, by tag."""
-        if reference.isascii() and reference.isdigit():
-            return self._processes.get(int(reference))
+        if reference.isascii() and reference.isdigit() and len(reference) < 19 and int(reference) in self._processes:
+            return self._processes[int(reference)]
         return next((each for each in reversed(self._processes.values()) if each.tag == reference), None)
 
     def check_room(self) -> None:

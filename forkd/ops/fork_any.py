@@ -16,6 +16,7 @@ from forkd.ops.lifecycle import check_details, dress
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox, end_sandbox
 from forkd.specs.errors import BadInput, Conflict, ForkdError, GuestTimeout, SandboxNotFound
+from forkd.specs.models import SandboxInfo
 from forkd.specs.requests import BranchRequest, ForkRequest, SandboxDetails
 
 MAX_ANSWERS = 1000
@@ -29,7 +30,7 @@ class Answer:
         self.request = request
         self.done = trio.Event()
         self.children: list[Child] = []
-        self.error: ForkdError | None = None
+        self.error: Exception | None = None
         self.abandoned = False
 
 
@@ -39,10 +40,10 @@ async def fork_any(runtime: Runtime, request: ForkRequest) -> list[Child]:
     The same ``idempotency_key`` gives the same answer, whether the first request is under way or done; this process
     remembers the last thousand. A deadline that passes ends whatever comes up after it.
     """
-    _check(runtime, request)
     key = request.idempotency_key
     answer = runtime.fork_answers.get(key) if key is not None else None
     if answer is None:
+        _check(runtime, request)  # not for a repeated one: its names are taken, by its own children
         answer = Answer(request)
         if key is not None:
             runtime.fork_answers[key] = answer
@@ -80,6 +81,7 @@ def _check(runtime: Runtime, request: ForkRequest) -> None:
 
 async def _run(runtime: Runtime, answer: Answer) -> None:
     request = answer.request
+    rows: list[Child] = []
     try:
         rows = await _children(runtime, request)
         rows = await _dressed(runtime, request, rows)
@@ -94,8 +96,9 @@ async def _run(runtime: Runtime, answer: Answer) -> None:
                 errors[0].details["failed"] = failed
                 answer.error = errors[0]
         answer.children = rows
-    except ForkdError as error:
+    except Exception as error:  # raised to whoever asked: in the runtime's nursery it would end the whole runtime
         answer.error = error
+        await _end([child.sandbox for child in rows if child.sandbox is not None])
     finally:
         if answer.error is not None and request.idempotency_key is not None:
             runtime.fork_answers.pop(request.idempotency_key, None)
@@ -113,16 +116,22 @@ async def _children(runtime: Runtime, request: ForkRequest) -> list[Child]:
             raise
         return await fork(runtime, request.source, request.n, options)
     async with awake(runtime, request.source):
-        if request.mode is None and request.network == "none":
-            children = await fork_running(runtime, sandbox.id, request.n, options)
-        else:
-            mode = request.mode or (await quickest_mode(runtime, sandbox)).name
-            taken = await branch(runtime, sandbox.id, BranchRequest(mode=mode))
-            children = await fork(runtime, taken.tag, request.n, options)
+        children = await _of_running(runtime, sandbox, request.n, options, request.mode)
     for child in children:
         if child.sandbox is not None:
             child.sandbox.info.forked_from = sandbox.id
     return children
+
+
+async def _of_running(
+    runtime: Runtime, sandbox: Sandbox, n: int, options: ForkOptions, mode: str | None = None
+) -> list[Child]:
+    """Children of a running sandbox: cloned, or through a snapshot where ``mode`` or what they need asks for one."""
+    if mode is None and options.needs_restore is None:
+        return await fork_running(runtime, sandbox.id, n, options)
+    mode = mode or (await quickest_mode(runtime, sandbox)).name
+    taken = await branch(runtime, sandbox.id, BranchRequest(mode=mode))
+    return await fork(runtime, taken.tag, n, options)
 
 
 async def _dressed(runtime: Runtime, request: ForkRequest, rows: list[Child]) -> list[Child]:
@@ -170,7 +179,7 @@ async def promote(runtime: Runtime, reference: str) -> Sandbox:
     if source is None:
         raise Conflict(f"{child.id} was not forked from a sandbox that runs", hint="fork it with POST /v1/fork")
     async with awake(runtime, reference):
-        made = await _replace(runtime, source, lambda options: fork_running(runtime, child.id, 1, options))
+        made = await _replace(runtime, source, lambda options: _of_running(runtime, child, 1, options))
     await end_sandbox(child)
     return made
 
@@ -179,27 +188,51 @@ async def _replace(runtime: Runtime, former: Sandbox, make: _Make) -> Sandbox:
     """End a sandbox and make another one with its id and details."""
     info = former.info
     async with former.capturing:
+        if former.stop.is_set():
+            raise Conflict(f"sandbox {info.id} is ending, or was replaced meanwhile", hint="look again and retry")
         await end_sandbox(former)
-    row = (await make(ForkOptions(sandbox_id=info.id, network=info.network, allow=tuple(info.allow))))[0]
+    row = (await make(_like(info)))[0]
     if row.sandbox is None:
         assert row.error is not None
         runtime.endings[info.id] = f"it was replaced, and the other did not come up: {row.error}"
         raise row.error
     new = row.sandbox.info
     new.forked_from, new.branch_count, new.has_branched = info.forked_from, info.branch_count, info.has_branched
+    new.best_effort = info.best_effort
     left = None if info.expires_at_unix is None else max(0.001, info.expires_at_unix - time.time())
-    await dress(
-        runtime,
-        row.sandbox,
-        SandboxDetails(
-            name=info.name,
-            labels=info.labels,
-            metadata=info.metadata,
-            env=info.env,
-            timeout_secs=left,
-            idle_pause_secs=info.idle_pause_secs,
-        ),
+    details = SandboxDetails(
+        name=info.name,
+        labels=info.labels,
+        metadata=info.metadata,
+        env=info.env,
+        timeout_secs=left,
+        idle_pause_secs=info.idle_pause_secs,
     )
+    try:
+        await dress(runtime, row.sandbox, details)
+    except ForkdError as error:  # without its details it might live for ever
+        runtime.endings[info.id] = f"it was replaced, and the other could not get its details: {error}"
+        await end_sandbox(row.sandbox)
+        raise
     new.timeout_secs = info.timeout_secs
     runtime.observe("replaced", id=info.id, tag=new.snapshot_tag)
     return row.sandbox
+
+
+def _like(info: SandboxInfo) -> ForkOptions:
+    """How to make a child that takes a sandbox's place: with its id, under its limits, on its network.
+
+    A limit the host refuses is a warning: that sandbox has ended already.
+    """
+    return ForkOptions(
+        sandbox_id=info.id,
+        memory_backend=info.memory_backend,
+        memory_limit_mib=info.memory_limit_mib,
+        cpu_limit=info.cpu_limit,
+        pids_limit=info.pids_limit,
+        io_limit_mibps=info.io_limit_mibps,
+        best_effort=True,
+        network=info.network,
+        allow=tuple(info.allow),
+        per_child_netns=info.per_child_netns,
+    )

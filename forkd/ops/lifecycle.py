@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import trio
 
-from forkd.ops.awake import pause_sandbox, resume_sandbox
+from forkd.ops.awake import awake, pause_sandbox, resume_sandbox
 from forkd.ops.limits import update_sandbox
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
@@ -57,8 +57,9 @@ async def dress(runtime: Runtime, sandbox: Sandbox, details: SandboxDetails) -> 
     if details.limits is not None:
         update_sandbox(runtime, sandbox.id, details.limits)
     if details.env:
-        info.env = {**info.env, **details.env}
-        await sandbox.link.request({"op": "resume", "env": info.env}, timeout=30)
+        env = {**info.env, **details.env}
+        await sandbox.link.request({"op": "resume", "env": env}, timeout=30)
+        info.env = env
     for name in ("name", "labels", "metadata"):
         if (value := getattr(details, name)) is not None:
             setattr(info, name, value)
@@ -152,8 +153,12 @@ async def update(runtime: Runtime, reference: str, request: UpdateSandbox) -> Sa
         idle_pause_secs=request.idle_pause_secs,
     )
     check_details(runtime, details, sandbox)
-    update_sandbox(runtime, sandbox.id, request)
-    return await dress(runtime, sandbox, details)
+    if not request.env:
+        update_sandbox(runtime, sandbox.id, request)
+        return await dress(runtime, sandbox, details)
+    async with awake(runtime, sandbox.id):  # its guest must hear of it
+        update_sandbox(runtime, sandbox.id, request)
+        return await dress(runtime, sandbox, details)
 
 
 def chosen(rows: Sequence[SandboxInfo], labels: Sequence[str], status: str | None) -> list[SandboxInfo]:

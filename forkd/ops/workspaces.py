@@ -113,7 +113,7 @@ async def delete_workspace(runtime: Runtime, name: str) -> None:
         if sandbox := runtime.sandboxes.get(workspace.info.live_sandbox_id or ""):
             await end_sandbox(sandbox)
         workspace.info.current_state_tag = None
-        await _remove_states(runtime, name, keep=set())
+        await _remove_states(runtime, name, keep={workspace.info.source_snapshot_tag})
         runtime.inventory.remove_workspace(name)
     runtime.observe("workspace", name=name, status="deleted")
 
@@ -133,7 +133,7 @@ async def _finish_suspend(runtime: Runtime, workspace: Workspace) -> None:
     runtime.inventory.save_workspace(workspace)
     tag = workspace.info.current_state_tag
     keep = {layer.manifest.tag for layer in resolve(runtime.snapshots, tag)} if tag else set()
-    await _remove_states(runtime, workspace.info.name, keep)
+    await _remove_states(runtime, workspace.info.name, keep | {workspace.info.source_snapshot_tag})
 
 
 async def _fork_one(runtime: Runtime, tag: str, request: CreateWorkspace) -> Sandbox:

@@ -27,6 +27,8 @@ OnOutput = Callable[[str, bytes], None]
 NDJSON = "application/x-ndjson"
 GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
+UNPROXIED = ("all://127.0.0.1", "all://localhost", "all://[::1]")
+"""This host itself, which no proxy of the environment (``HTTP_PROXY``) can reach and none may be told the token of."""
 
 
 class AsyncController(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
@@ -51,7 +53,10 @@ class AsyncController(ProcessMethods, FileMethods, LifecycleMethods, LookMethods
         self.timeout = timeout
         token = token or os.environ.get("FORKD_TOKEN")
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.AsyncClient(base_url=self.base_url, headers=headers, timeout=timeout, transport=transport)
+        direct = dict.fromkeys(UNPROXIED)
+        self._client = httpx.AsyncClient(
+            base_url=self.base_url, headers=headers, timeout=timeout, transport=transport, mounts=direct
+        )
 
     async def __aenter__(self) -> AsyncController:
         return self

@@ -122,7 +122,9 @@ class AsyncSandbox:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._spawns:
-            await self.kill()
-        if self._owns_controller:
-            await self.controller.aclose()
+        try:
+            if self._spawns:
+                await self.kill()
+        finally:
+            if self._owns_controller:
+                await self.controller.aclose()

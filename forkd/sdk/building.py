@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Awaitable
 from string import Template
 from typing import Any
 
 import trio
 
 from forkd.sdk.async_controller import AsyncController, OnProgress
+from forkd.sdk.errors import ControllerError
 from forkd.sdk.recipe import Check, Defaults, Evaluate, Files, Recipe, Run, Step, Warm, read_file, step_key
 from forkd.specs.errors import BuildFailed, TagTaken
 
@@ -32,10 +34,10 @@ async def build_recipe(
     Steps stay as snapshots named ``build-…``, each of which can be forked; the result stands alone. Raises BuildFailed
     with the step's own last words, TagTaken before anything is done, ControllerError for what the daemon refuses.
     """
-    there = await controller.list_snapshots()
-    if not replace and any(row["tag"] == tag for row in there):
+    rows = await controller.list_snapshots()
+    there, known = {row["tag"] for row in rows}, {row["tag"] for row in rows if row["bootable"]}
+    if not replace and tag in there:
         raise TagTaken(f"snapshot {tag!r} exists already", hint="replace it with --replace, or give another --tag")
-    known = {row["tag"] for row in there if row["bootable"]}
     disk = await controller.build_rootfs(
         recipe.image, on_progress, extras=list(recipe.packages), size_mib=recipe.size_mib
     )
@@ -46,9 +48,9 @@ async def build_recipe(
         keys.append(step_key(keys[-1], step))
     tags = [f"build-{key[:20]}" for key in keys]
     begin = max((index for index, name in enumerate(tags) if name in known), default=None) if cache else None
-    if not cache:
-        for name in reversed([name for name in tags if name in known]):
-            await controller.delete_snapshot(name, force=True)
+    in_the_way = {row["tag"] for row in rows if row["status"] == "failed"} | (set() if cache else known)
+    for name in reversed([name for name in tags if name in in_the_way]):
+        await _gone(controller.delete_snapshot(name, force=True))
     if begin is None:
         size = {"size_mib": recipe.size_mib, "mem_size_mib": recipe.mem_mib, "vcpus": recipe.vcpus}
         image = {"image": recipe.image, "extras": list(recipe.packages)}
@@ -56,8 +58,8 @@ async def build_recipe(
     await _run_steps(controller, recipe, tags, begin or 0, on_progress)
     if recipe.ready is not None:
         await _check_child(controller, tags[-1], recipe.ready, on_progress)
-    if tag in known and replace:
-        await controller.delete_snapshot(tag, force=True)
+    if tag in there:
+        await _gone(controller.delete_snapshot(tag, force=True))
     on_progress(f"writing {tag}", None)
     info = await controller.compact_snapshot(tags[-1], tag)
     titles = [f"from {recipe.image}", *(step.title() for step in recipe.steps)]
@@ -82,7 +84,16 @@ async def _run_steps(
             await controller.branch_sandbox(sandbox, tag=tags[number], mode="diff")
     finally:
         with trio.CancelScope(shield=True):
-            await controller.kill_sandbox(sandbox)
+            await _gone(controller.kill_sandbox(sandbox))
+
+
+async def _gone(removal: Awaitable[None]) -> None:
+    """Whatever the end of something says, except that it had ended: then what it ended of is the news."""
+    try:
+        await removal
+    except ControllerError as error:
+        if error.status != 404:
+            raise
 
 
 async def _do(controller: AsyncController, sandbox: str, step: Step) -> None:
@@ -122,11 +133,11 @@ async def _variables(controller: AsyncController, sandbox: str, texts: list[str]
     names = sorted({name for text in texts for name in re.findall(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)", text)})
     if not names:
         return {}
-    script = "; ".join(f'echo "${name}"' for name in names)
+    script = "printf '%s\\0' " + " ".join(f'"${name}"' for name in names)
     done = await controller.exec_command(sandbox, ["sh", "-c", script])
     if done["exit_code"] != 0:
         raise BuildFailed(f"the values of {', '.join(names)} cannot be had: {done['error'] or done['stderr'][-TAIL:]}")
-    return dict(zip(names, done["stdout"].splitlines(), strict=False))
+    return dict(zip(names, done["stdout"].split("\0"), strict=False))
 
 
 async def _check_child(controller: AsyncController, tag: str, check: Check, on_progress: OnProgress) -> None:
@@ -144,7 +155,7 @@ async def _check_child(controller: AsyncController, tag: str, check: Check, on_p
         raise BuildFailed(f"a child was not ready after {check.timeout_secs:g} s: {last[-TAIL:]}")
     finally:
         with trio.CancelScope(shield=True):
-            await controller.kill_sandbox(sandbox)
+            await _gone(controller.kill_sandbox(sandbox))
 
 
 async def _asked(controller: AsyncController, sandbox: str, check: Check) -> str:

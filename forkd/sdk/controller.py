@@ -27,6 +27,8 @@ OnOutput = Callable[[str, bytes], None]
 NDJSON = "application/x-ndjson"
 GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
+UNPROXIED = ("all://127.0.0.1", "all://localhost", "all://[::1]")
+"""This host itself, which no proxy of the environment (``HTTP_PROXY``) can reach and none may be told the token of."""
 
 
 class Controller(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
@@ -51,7 +53,10 @@ class Controller(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
         self.timeout = timeout
         token = token or os.environ.get("FORKD_TOKEN")
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.Client(base_url=self.base_url, headers=headers, timeout=timeout, transport=transport)
+        direct = dict.fromkeys(UNPROXIED)
+        self._client = httpx.Client(
+            base_url=self.base_url, headers=headers, timeout=timeout, transport=transport, mounts=direct
+        )
 
     def __enter__(self) -> Controller:
         return self

@@ -63,6 +63,7 @@ class _Call(httpx.AsyncByteStream):
         self._gone = trio.Event()
         self._scope = trio.CancelScope()
         self._started = False
+        self._whole = False
         self.status = 500
         self.headers: list[tuple[bytes, bytes]] = []
 
@@ -81,11 +82,13 @@ class _Call(httpx.AsyncByteStream):
                 self.status, self.headers = message["status"], list(message["headers"])
                 self._started = True
                 task_status.started()
-            elif chunk := message.get("body", b""):
+                return
+            if chunk := message.get("body", b""):
                 try:
                     await self._send.send(bytes(chunk))
                 except trio.BrokenResourceError:
                     await trio.sleep_forever()  # the reader left; its aclose cancels us
+            self._whole = not message.get("more_body", False)
 
         with self._scope, self._send:
             try:
@@ -93,7 +96,8 @@ class _Call(httpx.AsyncByteStream):
             except Exception as error:
                 if not self._started:
                     raise
-                self._failure = error  # as a broken connection would: the reader hears of it
+                if not self._whole:  # Starlette raises again what it has answered with a whole error
+                    self._failure = error  # as a broken connection would: the reader hears of it
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for chunk in self._receive:

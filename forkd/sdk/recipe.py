@@ -205,10 +205,29 @@ def read_recipe(path: Path) -> Recipe:
     )
 
 
+_BESIDE = {
+    "run": ("timeout_secs",),
+    "eval": ("timeout_secs",),
+    "warm": ("lang", "timeout_secs"),
+    "copy": ("to", "mode"),
+    "write": ("to", "mode"),
+    "env": ("workdir", "user"),
+}
+"""What a step of each kind may say besides."""
+
+
 def _step(row: _StepTable, folder: Path, where: str) -> Step:
     kinds = [name for name in ("run", "copy", "write", "eval", "warm") if getattr(row, name) is not None]
     if len(kinds) > 1:
         raise BadInput(f"{where} is two things at once: {' and '.join(kinds)}", hint="make it two steps")
+    kind = kinds[0] if kinds else "env"
+    given = [name for name in row.__struct_fields__ if getattr(row, name) is not None]
+    if not given:
+        raise BadInput(f"{where} does nothing", hint="run, copy, write, eval, warm; or env, workdir, user")
+    if strange := [name for name in given if name not in (kind, *_BESIDE[kind])]:
+        raise BadInput(
+            f"{where}: {strange[0]} has no effect beside {kind}", hint="env, workdir and user are steps of their own"
+        )
     if row.run is not None:
         return Run(_args(row.run), row.timeout_secs or RUN_SECONDS)
     if row.eval is not None:
@@ -222,8 +241,6 @@ def _step(row: _StepTable, folder: Path, where: str) -> Step:
             return Files(((row.write, row.to, _mode(row.mode, where) or 0o644),))
         assert row.copy is not None
         return Files(tuple(local_files(folder, row.copy, row.to, _mode(row.mode, where))))
-    if row.env is None and row.workdir is None and row.user is None:
-        raise BadInput(f"{where} does nothing", hint="run, copy, write, eval, warm; or env, workdir, user")
     return Defaults(row.env or {}, row.workdir, row.user)
 
 
@@ -244,7 +261,10 @@ def local_files(context: Path, source: str, target: str, mode: int | None = None
     A directory gives its contents. Raises BadInput for nothing at all, and for what is not below ``context``.
     """
     root = context.resolve()
-    found = sorted(context.glob(source)) if any(mark in source for mark in "*?[") else [context / source]
+    try:
+        found = sorted(context.glob(source)) if any(mark in source for mark in "*?[") else [context / source]
+    except (NotImplementedError, ValueError) as error:  # a pattern that begins with /, or has ** in a name
+        raise BadInput(f"{source!r} is no pattern below {context}: {error}") from error
     pairs: list[tuple[Path, str, int]] = []
     for path in found:
         if not path.resolve().is_relative_to(root):

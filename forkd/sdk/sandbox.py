@@ -122,7 +122,9 @@ class Sandbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._spawns:
-            self.kill()
-        if self._owns_controller:
-            self.controller.close()
+        try:
+            if self._spawns:
+                self.kill()
+        finally:
+            if self._owns_controller:
+                self.controller.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +46,11 @@ async def test_a_slow_listener_holds_the_writer_up_and_a_leaving_one_lets_it_go(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.binary(min_size=1, max_size=12), max_size=30), st.integers(0, 80), st.integers(1, 40))
+@given(
+    st.lists(st.binary(min_size=1, max_size=12), max_size=30),
+    st.integers(0, 80),
+    st.one_of(st.integers(1, 40), st.integers(64, 64 * 40)),
+)
 def test_a_listener_gets_every_byte_from_its_position_on(pieces: list[bytes], position: int, limit: int) -> None:
     async def main() -> None:
         output, heard = Output(limit), b""
@@ -55,7 +61,9 @@ def test_a_listener_gets_every_byte_from_its_position_on(pieces: list[bytes], po
 
                     async def write() -> None:
                         for piece in pieces:
-                            await output.put("stdout", piece)
+                            await output.put("stdout" if piece[0] % 3 else "stderr", piece)
+                            if piece[-1] % 2:
+                                await trio.lowlevel.checkpoint()
                         output.close()
 
                     nursery.start_soon(write)
@@ -81,3 +89,35 @@ async def test_the_table_forgets_the_oldest_that_ended() -> None:
     table.add(Process(["x"], tag="job", pid=800))
     table.add(newest)
     assert table.find("job") is newest
+
+
+async def test_small_pieces_cost_not_much_more_than_what_they_hold() -> None:
+    limit = 64 * 1024
+    output = Output(limit)
+    tracemalloc.start()
+    try:
+        for number in range(limit // 2):
+            await output.put("stdout", b"%d" % number)
+        one = tracemalloc.get_traced_memory()[0]
+        for number in range(limit // 2):  # the worst a guest can do
+            await output.put(("stdout", "stderr")[number % 2], b"%d" % number)
+        mixed = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert max(one, mixed) < 12 * limit
+
+
+async def test_what_is_kept_is_given_from_a_position_on() -> None:
+    output = Output(limit=10)
+    for data in (b"aaaa", b"bbbb", b"cccc"):
+        await output.put("stdout", data)
+    assert output.kept(6) == [("stdout", b"bb"), ("stdout", b"cccc")]
+    assert output.kept(8) == [("stdout", b"cccc")]
+    assert output.kept(12) == output.kept(99) == []
+
+
+async def test_a_process_is_found_by_pid_and_by_tag_whatever_digits_they_are() -> None:
+    table = ProcessTable()
+    table.add(Process(["a"], tag="2026", pid=7))
+    assert table.find("7") is table.find("2026")
+    assert table.find("9" * 5000) is None

@@ -127,3 +127,18 @@ def test_without_a_daemon_workspaces_are_refused_with_a_hint(forkd: Callable[...
     done = forkd("workspace", "list")
     assert done.returncode == 1
     assert "forkd daemon" in done.stderr
+
+
+def test_a_source_that_is_called_as_a_state_is_stays(client: httpx.Client, data_dir: Path) -> None:
+    """As when a workspace's state was moved here from another host, to go on under the same name."""
+    evaluate(client, create(client, "first"), "1")
+    sandbox = client.get("/v1/workspaces/first").json()["live_sandbox_id"]
+    assert client.post(f"/v1/sandboxes/{sandbox}/branch", json={"tag": "ws-moved-state"}).status_code == 201
+    try:
+        create(client, "moved", snapshot_tag="ws-moved-state")
+        change(client, "moved", "suspend")
+        assert "ws-moved-state" in states(data_dir)
+        assert client.delete("/v1/workspaces/moved").status_code == 204
+        assert states(data_dir) == ["ws-moved-state"]
+    finally:
+        client.delete("/v1/snapshots/ws-moved-state?force=true")
