@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from forkd.sdk.async_controller import AsyncController
 
 ROOT = Path(__file__).parents[1]
 PARENT = "python-numpy"
+PARENT_FILE = f"snapshots/{PARENT}/snapshot.json"
 Forkd = Callable[..., "subprocess.CompletedProcess[str]"]
 BINARY = os.environ.get("FORKD_TEST_BINARY")
 FORKD = [str(Path(BINARY).absolute())] if BINARY else [sys.executable, "-m", "forkd"]
@@ -40,13 +43,39 @@ def run_forkd(
 
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
-    """A data directory, kept between runs, with the parent ``python-numpy`` in it."""
-    path = ROOT / ".work" / "test-data"
-    remove_outdated_parent(path)
-    done = run_forkd(path, "quickstart", "-n", "1", "--json", timeout=900)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert json.loads(done.stdout)["ok"]
-    return path
+    """A data directory, kept between runs, with the parent ``python-numpy`` in it; each of several workers has its own.
+
+    ``FORKD_TEST_DATA`` is another name for it below ``.work``, for a run beside others.
+    """
+    work = ROOT / ".work"
+    work.mkdir(exist_ok=True)
+    with open(work / "test-data.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = work / "test-data"
+        remove_outdated_parent(path)
+        if not (path / PARENT_FILE).exists():
+            done = run_forkd(path, "quickstart", "-n", "1", "--json", timeout=900)
+            assert done.returncode == 0, done.stderr + done.stdout
+            assert json.loads(done.stdout)["ok"]
+    worker = os.environ.get("FORKD_TEST_DATA") or os.environ.get("PYTEST_XDIST_WORKER")
+    return copy_parent(path, work / f"test-data-{worker}") if worker else path
+
+
+def copy_parent(source: Path, target: Path) -> Path:
+    """A data directory with the same parent, made once for each parent."""
+    if (
+        not (target / PARENT_FILE).exists()
+        or (target / PARENT_FILE).read_bytes() != (source / PARENT_FILE).read_bytes()
+    ):
+        if target.exists():
+            run_forkd(target, "cleanup", "--yes")
+            shutil.rmtree(target)
+        names = ["kernels", "rootfs", "cache", f"snapshots/{PARENT}"]
+        (target / "snapshots").mkdir(parents=True)
+        for name in names:
+            copy = ["cp", "-a", "--reflink=auto", "--sparse=always", source / name, (target / name).parent]
+            subprocess.run(copy, check=True)
+    return target
 
 
 def remove_outdated_parent(path: Path) -> None:
