@@ -113,7 +113,8 @@ export const connect: Connect = (method, url, headers) =>
     const key = randomBytes(16).toString('base64');
     const upgrade = { connection: 'Upgrade', upgrade: 'websocket', 'sec-websocket-version': '13', 'sec-websocket-key': key };
     const open = url.protocol === 'https:' ? requestHttps : requestHttp;
-    const request = open(url, { method, headers: { ...headers, ...upgrade } });
+    // A connection of its own: one that was to be upgraded and was refused serves nothing else.
+    const request = open(url, { method, headers: { ...headers, ...upgrade }, agent: false });
     request.on('upgrade', (_: IncomingMessage, socket: Duplex, head: Buffer) => resolve(new Channel(socket, head)));
     request.on('response', (response) => {
       const parts: Buffer[] = [];
