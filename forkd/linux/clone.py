@@ -28,7 +28,7 @@ from forkd.linux.descriptors import Plan, Refused, plan, take
 from forkd.linux.ghost import Range, allow_fork
 from forkd.linux.held import Gadgets, Step, no_step, open_memory
 from forkd.linux.mapping import read_smaps
-from forkd.linux.ptrace import Tracee, TraceError, read_proc
+from forkd.linux.ptrace import Tracee, TraceError, Tracees, read_proc
 from forkd.linux.threads import (
     ThreadState,
     begin_description,
@@ -84,6 +84,7 @@ class ProcessTemplate:
         self._death_signal = death_signal
         self._step = step
         self._ghost: Tracee | None = None
+        self._tracees = Tracees()
         self._control: tuple[socket.socket, socket.socket] | None = None
         self.stopped_ms = 0.0
         self._tracer = ThreadPoolExecutor(1, thread_name_prefix=f"template-of-{source}")
@@ -187,7 +188,7 @@ class ProcessTemplate:
         self._gadgets, self._survey = survey.gadgets, survey
         with ExitStack() as stack:
             memory = stack.enter_context(open_memory(self._source))
-            held = hold_threads(self._source, survey.gadgets, self._arch, self._step, stack)
+            held = hold_threads(self._source, survey.gadgets, self._arch, self._tracees, self._step, stack)
             main = held[0]
             sequences = [begin_description(thread, memory) for thread in held]
             self._threads = [describe(main, sequences[0], memory)]
@@ -309,7 +310,7 @@ class ProcessTemplate:
             raise
         if (pid := ghost.finish_call()) < 0:
             raise TraceError(f"the ghost of process {self._source} cannot be forked", -pid)
-        return Tracee(pid, self._arch)
+        return Tracee(pid, self._arch, self._tracees)
 
     def _hand_over(self, descriptors: dict[int, int], directory: str | os.PathLike[str]) -> None:
         """Send the directory and the caller's descriptors to where the clone looks for them, in its table's order."""

@@ -11,7 +11,7 @@ from types import TracebackType
 from forkd.linux.arch import X86_64, UnsupportedArch, host_arch
 from forkd.linux.held import Gadgets, HeldThread, Step, no_step
 from forkd.linux.mapping import read_smaps
-from forkd.linux.ptrace import Tracee, TraceError
+from forkd.linux.ptrace import Tracee, TraceError, Tracees
 
 _MADV_DOFORK = 11
 _SPECIAL = {"io", "pf"}  # device memory: the kernel refuses to fork it
@@ -116,7 +116,7 @@ class Ghost:
     def _make(self) -> None:
         assert self._prepared is not None, "prepare comes first"
         arch, gadgets, ranges = self._prepared
-        with HeldThread(self._source, gadgets, arch, self._step) as source:
+        with HeldThread(self._source, gadgets, arch, Tracees(), self._step) as source:
             allow_fork(source, ranges)
             attached = time.perf_counter()
             self._tracee = source.fork()

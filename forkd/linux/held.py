@@ -22,7 +22,18 @@ from types import TracebackType
 
 from forkd.linux.arch import NR, X86_64
 from forkd.linux.mapping import Mapping, read_maps
-from forkd.linux.ptrace import ALL_SIGNALS, EXITKILL, Ended, Rseq, Tracee, TraceError, read_status, seize, seize_options
+from forkd.linux.ptrace import (
+    ALL_SIGNALS,
+    EXITKILL,
+    Ended,
+    Rseq,
+    Tracee,
+    TraceError,
+    Tracees,
+    read_status,
+    seize,
+    seize_options,
+)
 
 _CLONE_PTRACE, _CLONE_PARENT = 0x2000, 0x8000
 _RED_ZONE = 128
@@ -87,8 +98,9 @@ def frames_size(vectors: bytes, arch: X86_64) -> int:
 class HeldThread:
     """Seized and stopped by the calling OS thread inside its `with` block, and let go on every way out of it."""
 
-    def __init__(self, tid: int, gadgets: Gadgets, arch: X86_64, step: Step = no_step) -> None:
+    def __init__(self, tid: int, gadgets: Gadgets, arch: X86_64, tracees: Tracees, step: Step = no_step) -> None:
         self.tid = tid
+        self._tracees = tracees
         self.arch = arch
         self._gadgets = gadgets
         self._step = step
@@ -110,7 +122,7 @@ class HeldThread:
     def ask(self) -> None:
         """The first half of entering: seize the thread and ask it to stop. Many can be asked before one is awaited."""
         self.status = read_status(self.tid)
-        self._tracee = seize(self.tid, self.arch, self.status)
+        self._tracee = seize(self.tid, self.arch, self._tracees, self.status)
         try:
             self._step("seized")
             self.stopped_at = time.perf_counter()
@@ -218,7 +230,7 @@ class HeldThread:
         pid = self.finish_call(guarded)
         if pid < 0:
             raise TraceError(f"process {self.tid} cannot be forked", -pid)
-        child = Tracee(pid, self.arch)
+        child = Tracee(pid, self.arch, self._tracees)
         try:
             self._step("forked")
             child.wait_interrupted()

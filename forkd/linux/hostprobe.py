@@ -141,7 +141,7 @@ def _ptrace(options: int) -> str | None:
     """Seize a process of our own, as live branch and templates do."""
     victim = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)
     try:
-        ptrace.Tracee.seize(victim.pid, options, host_arch())
+        ptrace.Tracee(victim.pid, host_arch(), ptrace.Tracees()).seize(options)
         return None
     except ptrace.TraceError as error:
         return os.strerror(error.errno) if error.errno else str(error)

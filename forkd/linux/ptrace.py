@@ -19,6 +19,7 @@ _SETOPTIONS, _GETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4204, 0x4206, 0x4207
 _GETSIGMASK, _SETSIGMASK, _GET_RSEQ = 0x420A, 0x420B, 0x420F
 _NT_X86_XSTATE = 0x202
 _WALL = 0x40000000  # also children that are not ours and threads
+_NOTHREAD = 0x20000000  # nothing of other threads of this program
 _EVENT_STOP = 128
 
 SYSGOOD = 1  # mark stops at system calls, so that they differ from a SIGTRAP
@@ -106,21 +107,68 @@ def _ptrace(request: int, tid: int, address: int = 0, data: int = 0) -> int:
     return result
 
 
+class Tracees:
+    """What the calling OS thread traces. News of one that come while another is waited for are kept for it.
+
+    One is not waited for alone: the kernel tells the death of a process only when all its threads are reaped, which for
+    traced ones is up to us.
+    """
+
+    def __init__(self) -> None:
+        self._main: dict[int, bool] = {}  # whether it is the main thread of its process
+        self._stops: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    def add(self, tid: int, *, main: bool) -> None:
+        self._main[tid] = main
+
+    def forget(self, tid: int) -> None:
+        self._main.pop(tid, None)
+        self._stops.pop(tid, None)
+        self._ended.discard(tid)
+
+    def wait(self, tid: int) -> int:
+        """Wait for a thread's next stop: the signal in the low byte, the event above. Raises Ended.
+
+        A process's death is seen but not reaped: it belongs to whoever started it. A stop is taken at once, so that the
+        rest of this program does not find it when it asks after its children.
+        """
+        kind, which = os.P_ALL, 0
+        while tid not in self._stops:
+            if tid in self._ended:
+                raise Ended(f"thread {tid} ended while it was traced")
+            try:
+                seen = os.waitid(kind, which, os.WEXITED | os.WSTOPPED | os.WNOWAIT | _WALL | _NOTHREAD)
+                assert seen is not None
+                if seen.si_code == os.CLD_TRAPPED:
+                    os.waitid(os.P_PID, seen.si_pid, os.WSTOPPED | os.WNOHANG | _WALL)
+                    self._stops[seen.si_pid] = seen.si_status
+                elif seen.si_pid not in self._main:
+                    kind, which = os.P_PID, tid  # another child of this thread, which would be told again and again
+                elif self._main[seen.si_pid]:
+                    raise Ended(f"process {seen.si_pid} ended while it was traced")
+                else:
+                    os.waitpid(seen.si_pid, _WALL)
+                    self._ended.add(seen.si_pid)
+            except ChildProcessError as error:
+                raise Ended(f"thread {tid} is gone", error.errno) from error
+        return self._stops.pop(tid)
+
+
 class Tracee:
     """A thread seized by the calling OS thread."""
 
-    def __init__(self, tid: int, arch: X86_64) -> None:
+    def __init__(self, tid: int, arch: X86_64, tracees: Tracees, *, main: bool = True) -> None:
         self.tid = tid
         self.arch = arch
+        self.tracees = tracees
         self.postponed: list[int] = []  # signals that came while calls were injected
+        tracees.add(tid, main=main)
 
-    @classmethod
-    def seize(cls, tid: int, options: int, arch: X86_64) -> Tracee:
-        """Trace a thread without stopping it."""
-        tracee = cls(tid, arch)
+    def seize(self, options: int) -> None:
+        """Trace the thread without stopping it."""
         # SAFETY: no memory is passed.
-        tracee._request("seize", _SEIZE, 0, options)
-        return tracee
+        self._request("seize", _SEIZE, 0, options)
 
     def _request(self, what: str, request: int, address: int = 0, data: int = 0) -> int:
         try:
@@ -148,24 +196,10 @@ class Tracee:
         """Let the thread go, and give it the signals that were held back."""
         # SAFETY: no memory is passed.
         self._request("detach", _DETACH)
+        self.tracees.forget(self.tid)
         for number in self.postponed:
             os.kill(self.tid, number)
         self.postponed.clear()
-
-    def wait(self) -> int:
-        """Wait for the next stop: the signal in the low byte, the event above.
-
-        A death is seen but not reaped: the process belongs to whoever started it. A stop is taken at once, so that the
-        rest of this program does not find it when it asks after its children.
-        """
-        try:
-            seen = os.waitid(os.P_PID, self.tid, os.WEXITED | os.WSTOPPED | os.WNOWAIT | _WALL)
-            if seen is None or seen.si_code != os.CLD_TRAPPED:
-                raise Ended(f"thread {self.tid} ended while it was traced")
-            os.waitid(os.P_PID, self.tid, os.WSTOPPED | os.WNOHANG | _WALL)
-        except ChildProcessError as error:
-            raise Ended(f"thread {self.tid} is gone", error.errno) from error
-        return seen.si_status
 
     def wait_interrupted(self) -> None:
         """Wait for the stop that `interrupt` asked for."""
@@ -180,7 +214,7 @@ class Tracee:
         self._wait_for(lambda stop: stop == number, to_syscall=False)
 
     def _wait_for(self, wanted: Callable[[int], bool], *, to_syscall: bool) -> None:
-        while not wanted(stop := self.wait()):
+        while not wanted(stop := self.tracees.wait(self.tid)):
             if stop >> 8 == 0 and stop != signal.SIGTRAP | 0x80:
                 self.postponed.append(stop)
             self.resume(to_syscall=to_syscall)
@@ -247,9 +281,10 @@ class Tracee:
             while True:
                 _, status = os.waitpid(self.tid, _WALL)
                 if not os.WIFSTOPPED(status):
-                    return
+                    break
         except (ProcessLookupError, ChildProcessError):
-            return
+            pass
+        self.tracees.forget(self.tid)
 
 
 def read_proc(name: str) -> bytes:
@@ -279,17 +314,20 @@ def seize_options(status: dict[str, str]) -> int:
     return SYSGOOD | (SUSPEND_SECCOMP if status.get("Seccomp", "0") != "0" else 0)
 
 
-def seize(tid: int, arch: X86_64, status: dict[str, str] | None = None) -> Tracee:
+def seize(tid: int, arch: X86_64, tracees: Tracees, status: dict[str, str] | None = None) -> Tracee:
     """Seize a thread; where its seccomp filters cannot be suspended this is refused with the reason."""
     status = status or read_status(tid)
     options = seize_options(status)
     if (tracer := status["TracerPid"]) != "0":
         raise TraceError(f"thread {tid} is traced by process {tracer} already")
+    tracee = Tracee(tid, arch, tracees, main=status["Tgid"] == str(tid))
     try:
-        return Tracee.seize(tid, options, arch)
+        tracee.seize(options)
     except Ended:
         raise
     except TraceError as error:
+        if read_status(tid)["State"][:1] in "ZX":  # on its way out it may not be traced either
+            raise Ended(f"thread {tid} is gone", error.errno) from error
         if options & SUSPEND_SECCOMP:
             raise TraceError(
                 f"thread {tid} has a seccomp filter and it cannot be suspended "
@@ -297,3 +335,4 @@ def seize(tid: int, arch: X86_64, status: dict[str, str] | None = None) -> Trace
                 error.errno,
             ) from error
         raise
+    return tracee

@@ -13,7 +13,7 @@ from forkd.linux.arch import NR, X86_64, AltStack, Registers
 from forkd.linux.batch import Area, Call, encode
 from forkd.linux.descriptors import Refused, Unsettled
 from forkd.linux.held import Gadgets, HeldThread, Step, frames_size
-from forkd.linux.ptrace import Ended, Rseq, TraceError, read_proc, system_call
+from forkd.linux.ptrace import Ended, Rseq, TraceError, Tracees, read_proc, system_call
 
 _GET_ROBUST_LIST = 274
 _PR_SET_NAME = 15
@@ -39,14 +39,16 @@ class ThreadState:
     affinity: frozenset[int]
 
 
-def hold_threads(pid: int, gadgets: Gadgets, arch: X86_64, step: Step, stack: ExitStack) -> list[HeldThread]:
+def hold_threads(
+    pid: int, gadgets: Gadgets, arch: X86_64, tracees: Tracees, step: Step, stack: ExitStack
+) -> list[HeldThread]:
     """Stop every thread of a process until `stack` is left, the main thread first."""
     held: dict[int, HeldThread] = {}
     # A thread that still ran may have made another one: look again until there is none left to stop.
     while new := [tid for tid in _thread_ids(pid) if tid not in held]:
         asked = []
         for tid in sorted(new, key=lambda tid: tid != pid):
-            thread = HeldThread(tid, gadgets, arch, step)
+            thread = HeldThread(tid, gadgets, arch, tracees, step)
             with _leaving_allowed(unless=tid == pid):
                 thread.ask()
                 stack.push(thread)

@@ -691,3 +691,68 @@ def test_a_thread_that_never_ran_has_room_for_the_frames_of_its_next_holder() ->
     assert isinstance(table, int)
     room = frames_size(thread.vectors, arch)
     assert area.image()[table - area.address - room : table - area.address] == bytes(room)
+
+
+@pytest.mark.parametrize("turn", range(1, 7))
+def test_a_source_killed_while_it_is_frozen_is_reported_and_can_be_waited_for(
+    target: Callable[[str], Any], turn: int
+) -> None:
+    source = target(THREADS)
+    seen: list[str] = []
+
+    def kill(step: str) -> None:
+        seen.append(step)
+        if step == "entered" and seen.count("entered") == turn:
+            os.kill(source.pid, signal.SIGKILL)
+            while any(state != "Z" for state in thread_states(source.pid)):
+                pass  # the kernel is taking the threads down
+
+    made: list[ProcessTemplate] = []
+    failures: list[BaseException] = []
+
+    def freeze() -> None:
+        try:
+            made.append(ProcessTemplate.of(source.pid, [0, 1], [2], step=kill))
+        except TraceError as error:
+            failures.append(error)
+
+    freezer = threading.Thread(target=freeze, daemon=True)
+    freezer.start()
+    freezer.join(20)
+    assert not freezer.is_alive()
+    assert made == [] and len(failures) == 1
+    assert source.process.wait(20) == -signal.SIGKILL
+
+
+def thread_states(pid: int) -> list[str]:
+    states = []
+    for tid in os.listdir(f"/proc/{pid}/task"):
+        try:
+            states.append(Path(f"/proc/{pid}/task/{tid}/stat").read_text().rpartition(")")[2].split()[0])
+        except OSError:
+            continue
+    return states
+
+
+def test_threads_that_come_and_go_all_the_time_are_no_hindrance(target: Callable[[str], Any]) -> None:
+    source = target("""
+        import sys, threading
+        threading.stack_size(65536)
+        def churn():
+            while True:
+                thread = threading.Thread(target=int)
+                thread.start()
+                thread.join()
+        threading.Thread(target=churn, daemon=True).start()
+        print("ready", flush=True)
+        sys.stdin.read()
+    """)
+    reasons = set()
+    for _ in range(150):
+        try:
+            ProcessTemplate.of(source.pid, [0, 1], [2]).close()
+        except Unsettled:
+            continue  # stopped in the middle of something: tried again by who wants one
+        except TraceError as error:
+            reasons.add(str(error))
+    assert reasons == set()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from forkd.linux import arch
 from forkd.linux.arch import X86_64, AltStack, Registers, UnsupportedArch, host_arch
 from forkd.linux.held import Gadgets, HeldThread
-from forkd.linux.ptrace import Ended, Tracee, TraceError, read_status, seize
+from forkd.linux.ptrace import Ended, Tracee, TraceError, Tracees, read_status, seize
 
 ECHO = """
     import sys
@@ -37,7 +37,7 @@ def tracer() -> Iterator[Callable[..., Any]]:
 
 
 def stop(pid: int) -> Tracee:
-    tracee = seize(pid, host_arch())
+    tracee = seize(pid, host_arch(), Tracees())
     tracee.interrupt()
     tracee.wait_interrupted()
     return tracee
@@ -81,7 +81,7 @@ def test_a_thread_that_dies_is_reported_and_left_to_its_parent(
         tracee = stop(source.pid)
         os.kill(source.pid, signal.SIGKILL)
         with pytest.raises(Ended):
-            tracee.wait()
+            tracee.wait_interrupted()
 
     tracer(visit)
     assert source.process.wait() == -signal.SIGKILL
@@ -103,7 +103,7 @@ def test_calls_in_a_held_thread_give_their_results(target: Callable[[str], Any],
 
     def visit() -> tuple[int, int]:
         processor = host_arch()
-        with HeldThread(source.pid, Gadgets.find(source.pid, processor), processor) as thread:
+        with HeldThread(source.pid, Gadgets.find(source.pid, processor), processor, Tracees()) as thread:
             return thread.call("getpid"), thread.call("close", 2**20)
 
     assert tracer(visit) == (source.pid, -errno.EBADF)
