@@ -52,7 +52,7 @@ class SpawnCounts:
     refusals: int = 0
     """Templates that could not be made."""
     fallbacks: int = 0
-    """Children restored from the start, because their clone, or the machine that waited for them, failed."""
+    """Children made in another way, because their clone, or the machine that waited for them, failed."""
     made: int = 0
     dropped: int = 0
 
@@ -117,13 +117,17 @@ class Templates:
 
     def failed(self, runtime: Runtime, kept: Kept, error: Exception) -> None:
         """A clone did not come up: it is restored instead, and a template of which several fail is given up."""
-        self.counts.fallbacks += 1
         kept.failures += 1
-        log.warning("a clone failed and is replaced by a restored child: %s", error)
-        runtime.observe("clone_failed", error=str(error))
+        self.clone_failed(runtime, error)
         if kept.failures >= MAX_FAILURES and self.kept.get(kept.key) is kept:
             self.refused[kept.key] = f"{kept.failures} clones failed, the last one: {error}"
             self._drop(runtime, kept)
+
+    def clone_failed(self, runtime: Runtime, error: Exception) -> None:
+        """Count and tell a clone that is replaced."""
+        self.counts.fallbacks += 1
+        log.warning("a clone failed and is replaced: %s", error)
+        runtime.observe("clone_failed", error=str(error))
 
     def forget(self, runtime: Runtime, content: str) -> None:
         """Drop the templates of a removed snapshot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import suppress
 
 import trio
 
@@ -62,9 +63,17 @@ class ProcessHandle:
     def of_clone(cls, pid: int) -> ProcessHandle:
         """A clone just made of a process: if that one is our child, so is this one, and will be reaped here.
 
-        Raises ProcessLookupError if it is gone already.
+        One we cannot watch is ended: OSError. Raises ProcessLookupError if it is gone already.
         """
-        return cls(pid, os.pidfd_open(pid), cloned=True)
+        try:
+            return cls(pid, os.pidfd_open(pid), cloned=True)
+        except ProcessLookupError:
+            raise
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+            raise
 
     @classmethod
     def of_running(cls, pid: int, starttime: int) -> ProcessHandle | None:

@@ -16,7 +16,7 @@ from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
 from forkd.specs.engine import TEMPLATE, MachineTemplate, TemplateEngine
-from forkd.specs.errors import BadInput, ForkdError, TemplateRefused
+from forkd.specs.errors import BadInput, EngineError, ForkdError, GuestError, OutOfMemory, TemplateRefused
 from forkd.specs.models import SandboxInfo
 from forkd.specs.requests import BranchRequest
 
@@ -73,14 +73,23 @@ async def _clone(
     children = [Child(index, None, None) for index in range(n)]
     source = source_of(sandbox)
 
-    async def one(index: int) -> None:
+    async def attempt() -> Sandbox:
         info = _info(sandbox, options)
         plan = Plan(info.id, template.clone, source.manifest.agent_sync, info, source, canary=canary)
+        made: Sandbox = await runtime.nursery.start(run_sandbox, runtime, plan)
+        runtime.templates.counts.clones += 1
+        return made
+
+    async def one(index: int) -> None:
         try:
-            children[index] = Child(
-                index, await runtime.nursery.start(run_sandbox, runtime, plan), None, template.pause_ms
-            )
-            runtime.templates.counts.clones += 1
+            try:
+                child = await attempt()
+            except OutOfMemory:
+                raise
+            except (EngineError, GuestError) as error:  # made once more: there is nothing to restore it from
+                runtime.templates.clone_failed(runtime, error)
+                child = await attempt()
+            children[index] = Child(index, child, None, template.pause_ms)
         except ForkdError as error:
             children[index] = Child(index, None, error, template.pause_ms)
 

@@ -33,11 +33,15 @@ def sync_directory(path: Path) -> None:
 def write_durably(path: Path, data: bytes) -> None:
     """Replace ``path`` with ``data`` so that a crash leaves the old or the new content, never a mix."""
     staged = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(staged, "wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    staged.replace(path)
+    try:
+        with open(staged, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        staged.replace(path)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

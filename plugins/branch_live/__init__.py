@@ -59,8 +59,9 @@ class LiveMode:
 
 
 async def _traced(work: Callable[[], T]) -> T:
+    # A thread of its own: for those all share it may have to wait, and the source stands still.
     try:
-        return await trio.to_thread.run_sync(work)
+        return await trio.to_thread.run_sync(work, limiter=trio.CapacityLimiter(1))
     except TraceError as error:
         raise CaptureFailed(
             f"the VMM cannot be frozen: {error}", hint="use mode diff, which needs no tracing; forkd doctor says more"

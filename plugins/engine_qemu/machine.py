@@ -85,12 +85,17 @@ class QemuMachine:
 
         A descriptor lent for device state is taken back only now: QEMU closes none of a set while it stands still.
         """
-        commands: list[tuple[str, dict[str, Any]]] = [("cont", {})]
-        if self._lent:
-            commands.append(("remove-fd", {"fdset-id": STATE_SET}))
+        lent, self._lent = self._lent, False
         with self._gone_explained():
-            await self._qmp.execute_all(*commands)
-        self._lent = False
+            if not lent:
+                await self._qmp.execute("cont")
+                return
+            try:
+                await self._qmp.execute_all(("cont", {}), ("remove-fd", {"fdset-id": STATE_SET}))
+            except QmpClosed:
+                raise
+            except EngineError:  # a capture cancelled before it lent anything? Then this is all there is to do
+                await self._qmp.execute("cont")
 
     async def save_devices(self) -> bytes:
         """Device state alone; the command is not Xen's only, whatever its name says (see decisions/0001).
@@ -180,7 +185,10 @@ class Launch:
     def prepare(self) -> tuple[int, int]:
         """Make both listening sockets and connect to them at once: descriptors for QEMU's qmp and agent."""
         for name in (QMP_SOCKET, AGENT_SOCKET):
-            listener, client = listen_and_connect(self.slot.directory, name)
+            try:
+                listener, client = listen_and_connect(self.slot.directory, name)
+            except OSError as error:
+                raise LaunchFailed(f"no sockets can be made in {self.slot.directory}: {error}") from error
             self._listeners.append(listener)
             self._clients.append(client)
         return self._listeners[0].fileno(), self._listeners[1].fileno()
@@ -204,9 +212,9 @@ class Launch:
                     cwd=self.slot.directory,
                     start_new_session=True,
                 )
+            self._process = ProcessHandle.of_child(child)
         except OSError as error:
             raise LaunchFailed(f"QEMU could not be started: {error}\ncommand: {shlex.join(command)}") from error
-        self._process = ProcessHandle.of_child(child)
         self.slot.admit(child.pid)
         for listener in self._listeners:
             listener.close()

@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -98,7 +98,7 @@ class QemuTemplate:
             raise LaunchFailed("a clone cannot have a network of its own: restore it")
         if self._user is not None:
             give_slot(slot.directory, self._user)
-        with ExitStack() as theirs, ExitStack() as ours:
+        with _explained(slot), ExitStack() as theirs, ExitStack() as ours:
             ends = {name: _Ends(slot.directory, name, theirs, ours) for name in (QMP_SOCKET, AGENT_SOCKET)}
             log = theirs.enter_context((slot.directory / LOG).open("wb"))
             given = {number: ends[role[0]].of(role) for number, role in self._roles.items() if role != _LOG}
@@ -117,7 +117,7 @@ class QemuTemplate:
     def _clone(self, given: dict[int, int], slot: Slot) -> ProcessHandle:
         try:
             return ProcessHandle.of_clone(self._process.clone(given, slot.directory, slot.admit))
-        except (TraceError, ProcessLookupError) as error:
+        except TraceError as error:
             raise LaunchFailed(f"the template could not be cloned: {error}") from error
 
     async def close(self) -> None:
@@ -143,9 +143,18 @@ class _Ends:
         return trio.SocketStream(trio.socket.from_stdlib_socket(self._client))
 
 
-async def _traced(work: Callable[..., T], *arguments: object) -> T:
+@contextmanager
+def _explained(slot: Slot) -> Iterator[None]:
     try:
-        return await trio.to_thread.run_sync(work, *arguments)
+        yield
+    except OSError as error:
+        raise LaunchFailed(f"the template could not be cloned for {slot.id}: {error}") from error
+
+
+async def _traced(work: Callable[..., T], *arguments: object) -> T:
+    # A thread of its own: for those all share it may have to wait, and the machine stands still.
+    try:
+        return await trio.to_thread.run_sync(work, *arguments, limiter=trio.CapacityLimiter(1))
     except (TraceError, OSError) as error:
         raise TemplateRefused(f"QEMU cannot be cloned: {error}") from error
 

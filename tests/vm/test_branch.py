@@ -329,3 +329,15 @@ async def test_the_agent_link_and_a_guest_tcp_connection_survive_many_live_branc
         answer = await eval_code(runtime, source.id, EvalRequest(code=code))
         assert answer.result == f"'{turn:04}'"
         runtime.snapshots.remove(info.tag)
+
+
+async def test_a_machine_resumes_although_its_capture_was_cancelled_before_it_lent_anything(runtime: Runtime) -> None:
+    source = await running_source(runtime)
+    await source.machine.pause()
+    with trio.CancelScope() as cancelled:
+        cancelled.cancel()
+        await source.machine.save_devices()
+    await source.machine.resume()
+    await source.machine.pause()
+    await source.machine.resume()
+    assert (await source.link.eval("6 * 7", timeout=60)).result == "42"

@@ -19,9 +19,13 @@ from forkd.ops.branch import branch
 from forkd.ops.fork import Child, ForkOptions, fork
 from forkd.ops.fork_running import fork_running
 from forkd.ops.remove import remove_snapshot
+from forkd.plugins.engine_qemu.machine import QemuMachine
+from forkd.plugins.engine_qemu.template import QemuTemplate
 from forkd.runtime import Runtime, open_runtime
 from forkd.sandbox import Sandbox, end_sandbox
 from forkd.sdk.async_controller import AsyncController
+from forkd.specs.engine import Slot
+from forkd.specs.errors import LaunchFailed
 from forkd.specs.requests import BranchRequest
 
 pytestmark = pytest.mark.vm
@@ -176,3 +180,23 @@ async def tags(runtime: Runtime) -> Any:
     for tag in given:
         if runtime.snapshots.path(tag).exists():
             await remove_snapshot(runtime, tag, force=True)
+
+
+async def test_a_clone_that_fails_is_made_once_more_and_counted(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = await one_of(runtime, PARENT)
+    await ask(source, "thought = 11")
+    clone, failed = QemuTemplate.clone, []
+
+    async def failing_once(template: QemuTemplate, slot: Slot) -> QemuMachine:
+        if not failed:
+            failed.append(slot.id)
+            raise LaunchFailed("made up")
+        return await clone(template, slot)
+
+    monkeypatch.setattr(QemuTemplate, "clone", failing_once)
+    children = sandboxes(await fork_running(runtime, source.id, 3))
+    assert [await ask(child, "thought") for child in children] == [11, 11, 11]
+    assert failed[0] not in [child.id for child in children]
+    assert runtime.templates.counts.fallbacks == 1
