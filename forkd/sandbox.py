@@ -14,6 +14,7 @@ import trio
 
 from forkd.canary import Canary
 from forkd.guestlink import GuestLink, ResumeInfo
+from forkd.linux.process import end_process
 from forkd.network import HOST_TAP_NETWORK, guest_network
 from forkd.processtable import ProcessTable
 from forkd.specs.engine import Machine, Slot
@@ -80,6 +81,15 @@ class Sandbox:
 
 
 @dataclass(frozen=True, slots=True)
+class Running:
+    """A VMM that an earlier owner started in a slot: its process, named for certain."""
+
+    slot: Slot
+    pid: int
+    starttime: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How to bring one sandbox up: ``start`` makes its machine in the slot it is given."""
 
@@ -93,8 +103,8 @@ class Plan:
     """Whether its machine has a network device that needs a tap even when it leads nowhere."""
     host_tap: str | None = None
     """A tap of the host itself that its network device is to lead to."""
-    adopted: Slot | None = None
-    """The slot of a machine that runs already: ``start`` connects to it, and its guest stays who it is."""
+    adopted: Running | None = None
+    """A machine that runs already: ``start`` connects to it, and its guest stays who it is."""
     waiting: Waiting | None = None
     """The machine ``start`` claims, with its slot; ended with the sandbox's task if it comes to nothing."""
     canary: Canary | None = None
@@ -113,7 +123,8 @@ async def run_sandbox(
     is left goes on, for the next one to adopt.
     """
     began = time.monotonic()
-    slot = plan.adopted or (plan.waiting.slot if plan.waiting else runtime.slots.take(plan.id, plan.info.snapshot_tag))
+    ready = plan.adopted or plan.waiting
+    slot = ready.slot if ready else runtime.slots.take(plan.id, plan.info.snapshot_tag)
     machine: Machine | None = None
     sandbox: Sandbox | None = None
     failed = False
@@ -155,6 +166,8 @@ async def run_sandbox(
                     await machine.kill()
                 elif plan.waiting is not None:
                     await plan.waiting.machine.kill()
+                elif plan.adopted is not None:  # nobody else would ever end it: its slot and its row go
+                    await end_process(plan.adopted.pid, plan.adopted.starttime)
                 await runtime.slots.release(slot, plan.keep)
                 runtime.inventory.remove(plan.id)
             if sandbox is not None and sandbox.source is not None:
