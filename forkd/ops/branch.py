@@ -14,7 +14,15 @@ from forkd.ops.lifecycle import check_pairs
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.branch import BranchMode, Pause, Step
-from forkd.specs.errors import BadInput, CapabilityMissing, ChainBroken, ForkdError, SnapshotNotFound, TooBusy
+from forkd.specs.errors import (
+    BadInput,
+    CapabilityMissing,
+    CaptureFailed,
+    ChainBroken,
+    ForkdError,
+    SnapshotNotFound,
+    TooBusy,
+)
 from forkd.specs.models import ParentRef, Snapshot, SnapshotInfo
 from forkd.specs.requests import BranchRequest
 from forkd.store.capture import MeasuredDelta
@@ -154,12 +162,12 @@ class _Branch:
             manifest = captured.seal(self._manifest(captured))
             self.stored = await trio.to_thread.run_sync(self.stage.commit, manifest)
             self._note()
-        except ForkdError as error:
-            self.error = error
+        except (ForkdError, OSError) as error:  # either, raised once the caller is answered, would end the daemon
+            self.error = error if isinstance(error, ForkdError) else _unwritten(self.stage, error)
             if not resumed.passed:
-                raise
+                raise self.error from error
             if not self._request.wait:  # a caller that waits is told itself
-                self._runtime.failed[self.stage.tag] = error
+                self._runtime.failed[self.stage.tag] = self.error
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self.stage.abandon)
@@ -198,6 +206,13 @@ class _Branch:
         self._runtime.observe(
             "branch", id=self.sandbox.id, tag=manifest.tag, mode=self._mode.name, pause_ms=manifest.pause_ms
         )
+
+
+def _unwritten(stage: Stage, error: OSError) -> CaptureFailed:
+    return CaptureFailed(
+        f"snapshot {stage.tag!r} cannot be written: {error.strerror or error}",
+        hint=f"look after the file system of {stage.directory.parent}; the sandbox runs on",
+    )
 
 
 class _Once(trio.TaskStatus[Pause]):
