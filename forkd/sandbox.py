@@ -19,6 +19,7 @@ from forkd.network import HOST_TAP_NETWORK, guest_network
 from forkd.processtable import ProcessTable
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import (
+    Conflict,
     EngineError,
     ForkdError,
     GuestError,
@@ -77,7 +78,14 @@ class Sandbox:
     changed: trio.Event = field(default_factory=trio.Event)
     """Set when something its timekeeper goes by has changed."""
     timed: bool = False
+    suspending: bool = False
+    """Its state is being saved and it ends after that, so nothing may make it run on."""
     console: ConsoleTail = field(default_factory=ConsoleTail)
+
+    def check_stays(self) -> None:
+        """Raise Conflict while it is being suspended: what it did now would be acknowledged, and lost."""
+        if self.suspending:
+            raise Conflict(f"sandbox {self.id} is being suspended", hint="resume its workspace when that is done")
 
 
 @dataclass(frozen=True, slots=True)

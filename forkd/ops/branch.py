@@ -54,8 +54,13 @@ async def quickest_mode(runtime: Runtime, sandbox: Sandbox) -> BranchMode:
     return live if capable else runtime.plugins.branch_mode("diff")
 
 
-async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step: Step = no_step) -> SnapshotInfo:
-    """Capture a sandbox. With ``wait=false`` returns when the source runs again, with status ``writing``."""
+async def branch(
+    runtime: Runtime, sandbox_id: str, request: BranchRequest, step: Step = no_step, *, last: bool = False
+) -> SnapshotInfo:
+    """Capture a sandbox. With ``wait=false`` returns when the source runs again, with status ``writing``.
+
+    After its ``last`` branch the source stays paused.
+    """
     mode = runtime.plugins.branch_mode(mode_name(request))
     if not request.wait and not mode.keeps_running:
         raise BadInput("wait=false needs mode live", hint=f"{mode.name} writes while the source stands still")
@@ -66,7 +71,7 @@ async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step
     if cap and len(runtime.writing) >= cap:
         raise TooBusy(f"{cap} branches are being captured already", hint="try again in a moment")
     tag = request.tag or f"branch-{sandbox_id}-{secrets.token_hex(2)}"
-    work = _Branch(runtime, sandbox, source, mode, runtime.snapshots.stage(tag), request, step)
+    work = _Branch(runtime, sandbox, source, mode, runtime.snapshots.stage(tag), request, step, last)
     runtime.failed.pop(tag, None)
     runtime.writing[tag] = _writing_row(work, None)
     pause: Pause = await runtime.nursery.start(work.run)
@@ -125,6 +130,7 @@ class _Branch:
         stage: Stage,
         request: BranchRequest,
         step: Step,
+        last: bool,
     ) -> None:
         self._runtime = runtime
         self.sandbox = sandbox
@@ -133,6 +139,7 @@ class _Branch:
         self.stage = stage
         self._request = request
         self._step = step
+        self._last = last
         self.done = trio.Event()
         self.error: ForkdError | None = None
         self.stored: Stored | None = None
@@ -152,6 +159,7 @@ class _Branch:
                 self.stage,
                 self._source.manifest.hardware,
                 measure_delta=self._request.measure_diff,
+                last=self._last,
                 step=self._step,
                 task_status=resumed,
             )

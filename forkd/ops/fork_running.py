@@ -43,6 +43,7 @@ async def fork_running(runtime: Runtime, sandbox_id: str, n: int, options: ForkO
             raise TemplateRefused("its clones would have its namespace and network devices")
         canary = await _canary(sandbox)
         async with sandbox.capturing:
+            sandbox.check_stays()
             template = await engine.freeze(sandbox.machine, sandbox.slot, resume=True)
     except TemplateRefused as error:
         runtime.templates.counts.refusals += 1

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
+import trio
 
 from forkd.inventory import Workspace
 from forkd.ops.branch import branch
@@ -66,7 +67,10 @@ async def create_workspace(runtime: Runtime, request: CreateWorkspace) -> Worksp
 
 
 async def suspend_workspace(runtime: Runtime, name: str, *, diff: bool) -> WorkspaceInfo:
-    """Capture its sandbox, then end it. Whatever fails before the capture is safe, the sandbox runs on."""
+    """Capture its sandbox, then end it; between the two it stands still, and requests to it are refused.
+
+    Whatever fails before the capture is safe, the sandbox runs on.
+    """
     with _held(runtime, name):
         workspace = _find(runtime, name)
         info = _now(runtime, workspace)
@@ -75,16 +79,18 @@ async def suspend_workspace(runtime: Runtime, name: str, *, diff: bool) -> Works
         sandbox = runtime.sandbox(info.live_sandbox_id)
         deep = sandbox.source is not None and len(resolve(runtime.snapshots, sandbox.source.manifest.tag)) > MAX_DEPTH
         tag = _free_tag(runtime, name)
-        await branch(runtime, sandbox.id, BranchRequest(tag=tag, mode="diff" if diff and not deep else "full"))
-        workspace.info = msgspec.structs.replace(
-            workspace.info,
-            current_state_tag=tag,
-            status="suspended",
-            last_active_unix=int(time.time()),
-            last_branch_memory_path=sandbox.info.last_branch_memory_path,
-        )
-        workspace.made = _carried_over(workspace.made, sandbox)
-        runtime.inventory.save_workspace(workspace)
+        async with _halted(sandbox):
+            request = BranchRequest(tag=tag, mode="diff" if diff and not deep else "full")
+            await branch(runtime, sandbox.id, request, last=True)
+            workspace.info = msgspec.structs.replace(
+                workspace.info,
+                current_state_tag=tag,
+                status="suspended",
+                last_active_unix=int(time.time()),
+                last_branch_memory_path=sandbox.info.last_branch_memory_path,
+            )
+            workspace.made = _carried_over(workspace.made, sandbox)
+            runtime.inventory.save_workspace(workspace)
         await _finish_suspend(runtime, workspace)
     runtime.observe("workspace", name=name, status="suspended", tag=tag)
     return workspace.info
@@ -123,6 +129,25 @@ async def settle_workspaces(runtime: Runtime) -> None:
     for workspace in runtime.inventory.workspaces():
         if workspace.info.status == "suspended" and workspace.info.live_sandbox_id is not None:
             await _finish_suspend(runtime, workspace)
+
+
+@asynccontextmanager
+async def _halted(sandbox: Sandbox) -> AsyncIterator[None]:
+    """From its capture on the sandbox stands still, so that it acknowledges nothing its state does not have.
+
+    On a failure it goes on as it was, running or paused.
+    """
+    sandbox.check_stays()
+    sandbox.suspending = True
+    try:
+        yield
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            async with sandbox.capturing:  # a capture may be under way still, if this was cancelled
+                sandbox.suspending = False
+                if sandbox.info.status == "running":
+                    await sandbox.machine.resume()
+        raise
 
 
 async def _finish_suspend(runtime: Runtime, workspace: Workspace) -> None:

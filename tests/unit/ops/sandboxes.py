@@ -23,10 +23,11 @@ TAG = "parent"
 
 
 class FakeMachine:
-    """Says what it was told."""
+    """Remembers whether it runs."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
+        self.agent = None
         self.runs = True
 
     async def pause(self) -> None:
@@ -36,6 +37,19 @@ class FakeMachine:
     async def resume(self) -> None:
         await trio.lowlevel.checkpoint()
         self.runs = True
+
+    async def save_devices(self) -> bytes:
+        return b""
+
+    def ram(self) -> list[object]:
+        return []
+
+    async def wait(self) -> str:
+        await trio.sleep_forever()
+        return ""
+
+    async def kill(self) -> None:
+        await trio.lowlevel.checkpoint()
 
 
 class FakeGuest:
