@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,3 +216,11 @@ async def end_sandbox(sandbox: Sandbox) -> None:
     """End a sandbox and return when nothing of it is left."""
     sandbox.stop.set()
     await sandbox.ended.wait()
+
+
+async def end_sandboxes(sandboxes: Iterable[Sandbox]) -> None:
+    """End many side by side, whether cancelled or not."""
+    with trio.CancelScope(shield=True):
+        async with trio.open_nursery() as nursery:
+            for sandbox in sandboxes:
+                nursery.start_soon(end_sandbox, sandbox)

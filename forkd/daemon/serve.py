@@ -32,7 +32,7 @@ from forkd.ops.adopt import adopt_all
 from forkd.ops.pool import fill_pools
 from forkd.ops.prune import keep_pruned
 from forkd.runtime import Runtime, open_runtime
-from forkd.sandbox import end_sandbox
+from forkd.sandbox import end_sandboxes
 from forkd.specs.errors import BadInput, Conflict, ForkdError, HostNotReady
 
 log = logging.getLogger("forkd")
@@ -94,9 +94,7 @@ def _reopen(tokens: Tokens | None, audit: AuditLog | None) -> None:
 async def _leave(runtime: Runtime, config: DaemonConfig, say: Say) -> None:
     sandboxes = list(runtime.sandboxes.values())
     if config.end_sandboxes:
-        async with trio.open_nursery() as nursery:
-            for sandbox in sandboxes:
-                nursery.start_soon(end_sandbox, sandbox)
+        await end_sandboxes(sandboxes)
     elif sandboxes:
         say(f"{len(sandboxes)} sandboxes go on; the next daemon adopts them (forkd cleanup --yes ends them)")
 

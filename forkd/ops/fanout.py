@@ -11,7 +11,7 @@ from forkd.ops.execute import check_exec, exec_command
 from forkd.ops.fork_any import fork_any
 from forkd.ops.score import parse_score
 from forkd.runtime import Runtime
-from forkd.sandbox import Sandbox, end_sandbox
+from forkd.sandbox import Sandbox, end_sandboxes
 from forkd.specs.errors import BadInput, ForkdError
 from forkd.specs.models import FanoutRow
 from forkd.specs.requests import ExecRequest, FanoutRequest, ForkRequest
@@ -53,11 +53,7 @@ async def fanout(runtime: Runtime, request: FanoutRequest) -> list[FanoutRow]:
             row.kept = True
             kept.add(row.id)
     finally:
-        with trio.CancelScope(shield=True):
-            async with trio.open_nursery() as nursery:
-                for sandbox in sandboxes.values():
-                    if sandbox.id not in kept:
-                        nursery.start_soon(end_sandbox, sandbox)
+        await end_sandboxes(sandbox for sandbox in sandboxes.values() if sandbox.id not in kept)
     return rows
 
 

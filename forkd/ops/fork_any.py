@@ -10,11 +10,12 @@ import trio
 from forkd.config import MAX_CHILDREN
 from forkd.ops.awake import awake
 from forkd.ops.branch import branch, quickest_mode
-from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.ops.children import Child, dress_children
+from forkd.ops.fork import ForkOptions, fork
 from forkd.ops.fork_running import fork_running
 from forkd.ops.lifecycle import check_details, dress
 from forkd.runtime import Runtime
-from forkd.sandbox import Sandbox, end_sandbox
+from forkd.sandbox import Sandbox, end_sandbox, end_sandboxes
 from forkd.specs.errors import BadInput, Conflict, ForkdError, GuestTimeout, SandboxNotFound
 from forkd.specs.models import SandboxInfo
 from forkd.specs.requests import BranchRequest, ForkRequest, SandboxDetails
@@ -84,11 +85,11 @@ async def _run(runtime: Runtime, answer: Answer) -> None:
     rows: list[Child] = []
     try:
         rows = await _children(runtime, request)
-        rows = await _dressed(runtime, request, rows)
+        await dress_children(runtime, rows, lambda index: [request.all_children, *request.per_child[index : index + 1]])
         errors = [child.error for child in rows if child.error is not None]
         alive = [child.sandbox for child in rows if child.sandbox is not None]
         if answer.abandoned or (errors and (request.on_partial == "rollback" or not alive)):
-            await _end(alive)
+            await end_sandboxes(alive)
             if answer.abandoned:
                 answer.error = GuestTimeout("the children were not up in time; they are ended")
             elif errors:
@@ -98,7 +99,7 @@ async def _run(runtime: Runtime, answer: Answer) -> None:
         answer.children = rows
     except Exception as error:  # raised to whoever asked: in the runtime's nursery it would end the whole runtime
         answer.error = error
-        await _end([child.sandbox for child in rows if child.sandbox is not None])
+        await end_sandboxes([child.sandbox for child in rows if child.sandbox is not None])
     finally:
         if answer.error is not None and request.idempotency_key is not None:
             runtime.fork_answers.pop(request.idempotency_key, None)
@@ -132,31 +133,6 @@ async def _of_running(
     mode = mode or (await quickest_mode(runtime, sandbox)).name
     taken = await branch(runtime, sandbox.id, BranchRequest(mode=mode))
     return await fork(runtime, taken.tag, n, options)
-
-
-async def _dressed(runtime: Runtime, request: ForkRequest, rows: list[Child]) -> list[Child]:
-    """Every child with its details; one that cannot have them is ended, and says why."""
-
-    async def one(index: int, sandbox: Sandbox) -> None:
-        try:
-            await dress(runtime, sandbox, request.all_children)
-            if index < len(request.per_child):
-                await dress(runtime, sandbox, request.per_child[index])
-        except ForkdError as error:
-            await end_sandbox(sandbox)
-            rows[index] = Child(index, None, error)
-
-    async with trio.open_nursery() as nursery:
-        for row in list(rows):
-            if row.sandbox is not None:
-                nursery.start_soon(one, row.index, row.sandbox)
-    return rows
-
-
-async def _end(sandboxes: list[Sandbox]) -> None:
-    async with trio.open_nursery() as nursery:
-        for sandbox in sandboxes:
-            nursery.start_soon(end_sandbox, sandbox)
 
 
 async def rollback(runtime: Runtime, reference: str, tag: str) -> Sandbox:

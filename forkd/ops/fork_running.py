@@ -11,7 +11,8 @@ import trio
 from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
 from forkd.ops.branch import branch, quickest_mode, source_of
-from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.ops.children import Child, or_ended
+from forkd.ops.fork import ForkOptions, fork
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
@@ -85,7 +86,7 @@ async def _clone(
         except ForkdError as error:
             children[index] = Child(index, None, error, template.pause_ms)
 
-    async with trio.open_nursery() as nursery:
+    async with or_ended(children), trio.open_nursery() as nursery:
         for index in range(n):
             nursery.start_soon(one, index)
     return children

@@ -17,6 +17,7 @@ import trio
 
 from forkd.inventory import Workspace
 from forkd.ops.branch import branch
+from forkd.ops.children import or_ended
 from forkd.ops.remove import remove_snapshot
 from forkd.ops.spawn import spawn
 from forkd.runtime import Runtime
@@ -51,17 +52,17 @@ async def create_workspace(runtime: Runtime, request: CreateWorkspace) -> Worksp
     with _held(runtime, request.name):
         if any(found.info.name == request.name for found in runtime.inventory.workspaces()):
             raise Conflict(f"workspace {request.name!r} exists already", hint="resume it, or delete it first")
-        sandbox = await _fork_one(runtime, request.snapshot_tag, request)
-        now = int(time.time())
-        info = WorkspaceInfo(
-            id=f"ws-{sandbox.id[:16]}",
-            name=request.name,
-            source_snapshot_tag=request.snapshot_tag,
-            live_sandbox_id=sandbox.id,
-            created_at_unix=now,
-            last_active_unix=now,
-        )
-        runtime.inventory.save_workspace(Workspace(info, request))
+        async with _forked(runtime, request.snapshot_tag, request) as sandbox:
+            now = int(time.time())
+            info = WorkspaceInfo(
+                id=f"ws-{sandbox.id[:16]}",
+                name=request.name,
+                source_snapshot_tag=request.snapshot_tag,
+                live_sandbox_id=sandbox.id,
+                created_at_unix=now,
+                last_active_unix=now,
+            )
+            runtime.inventory.save_workspace(Workspace(info, request))
     runtime.observe("workspace", name=request.name, status="running", id=sandbox.id)
     return info
 
@@ -103,11 +104,15 @@ async def resume_workspace(runtime: Runtime, name: str) -> WorkspaceInfo:
         if _now(runtime, workspace).status == "running":
             raise BadInput(f"workspace {name!r} is running already")
         tag = workspace.info.current_state_tag or workspace.info.source_snapshot_tag
-        sandbox = await _fork_one(runtime, tag, workspace.made)
-        workspace.info = msgspec.structs.replace(
-            workspace.info, status="running", live_sandbox_id=sandbox.id, last_active_unix=int(time.time()), reason=None
-        )
-        runtime.inventory.save_workspace(workspace)
+        async with _forked(runtime, tag, workspace.made) as sandbox:
+            workspace.info = msgspec.structs.replace(
+                workspace.info,
+                status="running",
+                live_sandbox_id=sandbox.id,
+                last_active_unix=int(time.time()),
+                reason=None,
+            )
+            runtime.inventory.save_workspace(workspace)
     runtime.observe("workspace", name=name, status="running", id=sandbox.id)
     return workspace.info
 
@@ -161,10 +166,13 @@ async def _finish_suspend(runtime: Runtime, workspace: Workspace) -> None:
     await _remove_states(runtime, workspace.info.name, keep | {workspace.info.source_snapshot_tag})
 
 
-async def _fork_one(runtime: Runtime, tag: str, request: CreateWorkspace) -> Sandbox:
+@asynccontextmanager
+async def _forked(runtime: Runtime, tag: str, request: CreateWorkspace) -> AsyncIterator[Sandbox]:
+    """A workspace's sandbox, which is not left behind if it cannot be written down that it is one."""
     (child,) = await spawn(runtime, msgspec.structs.replace(request, snapshot_tag=tag, n=1, partial=False))
     assert child.sandbox is not None
-    return child.sandbox
+    async with or_ended([child]):
+        yield child.sandbox
 
 
 def _carried_over(made: CreateWorkspace, sandbox: Sandbox) -> CreateWorkspace:

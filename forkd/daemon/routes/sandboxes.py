@@ -15,7 +15,8 @@ from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body,
 from forkd.ops import execute, lifecycle, limits
 from forkd.ops.awake import awake
 from forkd.ops.branch import branch
-from forkd.ops.fork import Child, ForkOptions
+from forkd.ops.children import Child
+from forkd.ops.fork import ForkOptions
 from forkd.ops.fork_any import fork_any, promote, rollback
 from forkd.ops.fork_running import fork_running
 from forkd.ops.spawn import spawn

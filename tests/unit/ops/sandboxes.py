@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from typing import Any, cast
 import trio
 
 from forkd.config import Settings
+from forkd.ops.children import Child
+from forkd.ops.fork import ForkOptions
 from forkd.runtime import Runtime, open_runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.engine import Slot
@@ -70,6 +73,21 @@ class FakeGuest:
 class FakeEngine:
     async def describe(self) -> Any:
         return SimpleNamespace(capabilities=frozenset())
+
+
+def forks(runtime: Runtime) -> Callable[..., Awaitable[list[Child]]]:
+    """What stands in for ``fork``: children sb-0, sb-1 …, or with the id they are to have."""
+    number = itertools.count()
+
+    async def fork(_: Runtime, tag: str, n: int, options: ForkOptions) -> list[Child]:
+        ids = [options.sandbox_id or f"sb-{next(number)}" for _ in range(n)]
+        details = {"network": options.network, "allow": list(options.allow), "warnings": list(options.warnings)}
+        return [
+            Child(index, await add_sandbox(runtime, sandbox_id, **details), None)
+            for index, sandbox_id in enumerate(ids)
+        ]
+
+    return fork
 
 
 @asynccontextmanager

@@ -10,16 +10,17 @@ import pytest
 import trio
 
 from forkd.inventory import Workspace
+from forkd.ops import spawn
 from forkd.ops.awake import awake, resume_sandbox
 from forkd.ops.branch import branch
-from forkd.ops.workspaces import suspend_workspace
+from forkd.ops.workspaces import create_workspace, suspend_workspace
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.branch import Pause
 from forkd.specs.errors import Conflict, NoSpace
 from forkd.specs.models import MemoryRef, WorkspaceInfo
 from forkd.specs.requests import BranchRequest, CreateWorkspace
-from tests.unit.ops.sandboxes import TAG, FakeMachine, add_sandbox, scene
+from tests.unit.ops.sandboxes import TAG, FakeMachine, add_sandbox, forks, scene
 
 
 class Mode:
@@ -102,3 +103,16 @@ async def test_after_a_failed_suspend_the_sandbox_is_what_it_was(
         await suspend_workspace(runtime, "w", diff=False)
     assert runs(sandbox) == (status == "running")
     sandbox.check_stays()
+
+
+async def test_a_sandbox_that_cannot_be_written_down_as_a_workspace_is_ended(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(workspace: Workspace) -> None:
+        raise NoSpace("full")
+
+    monkeypatch.setattr(spawn, "fork", forks(runtime))
+    monkeypatch.setattr(runtime.inventory, "save_workspace", full)
+    with pytest.raises(NoSpace):
+        await create_workspace(runtime, CreateWorkspace(name="w", snapshot_tag=TAG))
+    assert not runtime.sandboxes
