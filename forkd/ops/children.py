@@ -12,18 +12,33 @@ from forkd.ops.lifecycle import dress
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox, end_sandbox, end_sandboxes
 from forkd.specs.errors import ForkdError
+from forkd.specs.models import SandboxInfo
 from forkd.specs.requests import SandboxDetails
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """One row of a fork's answer: a sandbox, or why there is none."""
+    """One row of a fork: a sandbox, or why there is none."""
 
     index: int
     sandbox: Sandbox | None
     error: ForkdError | None
     pause_ms: float | None = None
     """How long a running source stood still for it."""
+
+    @property
+    def info(self) -> SandboxInfo | None:
+        """What the API shows of it."""
+        return None if self.sandbox is None else self.sandbox.info
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A child as whoever asked is told of it; it may be kept when the sandbox and all its buffers are gone."""
+
+    index: int
+    info: SandboxInfo | None
+    error: ForkdError | None
 
 
 @asynccontextmanager
