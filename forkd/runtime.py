@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -19,7 +22,7 @@ from forkd.pool import Pools
 from forkd.sandbox import Sandbox
 from forkd.slots import SlotOwner
 from forkd.specs.engine import Engine, EngineContext
-from forkd.specs.errors import BadInput, ForkdError, SandboxNotFound, TooBusy
+from forkd.specs.errors import BadInput, ForkdError, HostNotReady, SandboxNotFound, TooBusy
 from forkd.specs.models import SnapshotInfo
 from forkd.store.blobs import BlobStore
 from forkd.store.disks import DiskStore
@@ -136,6 +139,7 @@ async def open_runtime(
     settings: Settings, *, plugins: Plugins | None = None, daemon: bool = False
 ) -> AsyncIterator[Runtime]:
     """A Runtime whose sandboxes end with it; the daemon's are written down and go on without it."""
+    _make_data_dir(settings.data_dir)
     loaded = plugins or load_plugins(settings)
     slots = SlotOwner(settings.run_dir, DAEMON if daemon else None, die_with_owner=not daemon)
     inventory = SqliteInventory(settings.inventory) if daemon else NoInventory()
@@ -169,3 +173,14 @@ async def open_runtime(
             backend.close()
         inventory.close()
         slots.close()
+
+
+def _make_data_dir(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "this user may not write there")
+    except OSError as error:
+        raise HostNotReady(
+            f"{path} cannot be the data directory: {error.strerror}", hint="set FORKD_DATA_DIR to one of your own"
+        ) from error
