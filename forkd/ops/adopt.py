@@ -77,6 +77,8 @@ def _plan(runtime: Runtime, row: Row, slot: Slot) -> Plan:
             raise MachineGone(f"VMM {row.pid} of {row.id} cannot be reached: {error}") from error
         return machine
 
+    if runtime.on_up is None:
+        row.info.guest_addr = ""  # a port of the daemon that was; a networked one is given its own address again
     source = Stored(runtime.snapshots.path(row.source.tag), row.source)
     return Plan(row.id, start, row.source.agent_sync, row.info, source, adopted=Running(slot, row.pid, row.starttime))
 

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import trio
 
 from forkd.config import Settings
 from forkd.inventory import Row
 from forkd.linux.process import alive, start_time
+from forkd.ops import adopt
 from forkd.ops.adopt import adopt_all
 from forkd.runtime import Runtime, open_runtime
+from forkd.sandbox import Plan, Sandbox
 from forkd.slots import SlotOwner
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import EngineError, ForkdError, MachineGone
@@ -122,3 +125,28 @@ async def test_a_vmm_whose_directory_is_gone_is_ended(tmp_path: Path, monkeypatc
 
 async def test_a_process_that_has_the_pid_now_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert await adopt_one(tmp_path, monkeypatch, lambda runtime: None, earlier=1)
+
+
+@pytest.mark.parametrize("ports", [True, False])
+async def test_an_agent_port_of_the_daemon_that_was_is_forgotten_where_none_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ports: bool
+) -> None:
+    row = row_of(1, 1)
+    row.info.guest_addr = "127.0.0.1:4711"
+    seen: list[str] = []
+
+    async def run_sandbox(runtime: Runtime, plan: Plan, task_status: trio.TaskStatus[Any]) -> None:
+        seen.append(plan.info.guest_addr)
+        raise MachineGone("seen enough")
+
+    async def on_up(sandbox: Sandbox) -> None:
+        raise AssertionError("it never comes up")
+
+    monkeypatch.setattr(adopt, "run_sandbox", run_sandbox)
+    settings = Settings(tmp_path)
+    async with open_runtime(settings, daemon=True) as runtime:
+        runtime.slots.take("sb-1")
+        monkeypatch.setattr(runtime.inventory, "rows", lambda: [row])
+        runtime.on_up = on_up if ports else None
+        await adopt_all(runtime)
+    assert seen == ["127.0.0.1:4711" if ports else ""]
