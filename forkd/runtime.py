@@ -22,7 +22,7 @@ from forkd.pool import Pools
 from forkd.sandbox import Sandbox
 from forkd.slots import SlotOwner
 from forkd.specs.engine import Engine, EngineContext
-from forkd.specs.errors import BadInput, ForkdError, HostNotReady, SandboxNotFound, TooBusy
+from forkd.specs.errors import BadInput, HostNotReady, SandboxNotFound, TooBusy
 from forkd.specs.models import SnapshotInfo
 from forkd.store.blobs import BlobStore
 from forkd.store.disks import DiskStore
@@ -31,17 +31,17 @@ from forkd.store.snapshots import SnapshotStore
 from forkd.templates import Templates
 
 Progress = Callable[[str, float | None], None]
-MAX_ENDINGS = 1000
+MAX_NOTES = 1000
 DAEMON = "daemon"
 """The name of the daemon's directory of slots: one daemon a data directory."""
 
 
-class Endings(dict[str, str]):
-    """Why sandboxes ended by themselves; the oldest are forgotten."""
+class Notes(dict[str, str]):
+    """A sentence each about things that are no more; the oldest are forgotten."""
 
     def __setitem__(self, key: str, value: str) -> None:
         super().__setitem__(key, value)
-        while len(self) > MAX_ENDINGS:
+        while len(self) > MAX_NOTES:
             del self[next(iter(self))]
 
 
@@ -59,10 +59,12 @@ class Runtime:
     nursery: trio.Nursery
     start_limit: trio.Semaphore
     sandboxes: dict[str, Sandbox] = field(default_factory=dict)
-    endings: Endings = field(default_factory=Endings)
+    endings: Notes = field(default_factory=Notes)
+    """Why sandboxes ended by themselves."""
     engines: dict[str, Engine] = field(default_factory=dict)
     writing: dict[str, SnapshotInfo] = field(default_factory=dict)
-    failed: dict[str, ForkdError] = field(default_factory=dict)
+    failed: Notes = field(default_factory=Notes)
+    """Why branches that nobody waited for came to nothing, by tag."""
     events: Events = field(default_factory=Events)
     inventory: Inventory = field(default_factory=NoInventory)
     keeps: bool = False

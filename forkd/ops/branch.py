@@ -175,7 +175,7 @@ class _Branch:
             if not resumed.passed:
                 raise self.error from error
             if not self._request.wait:  # a caller that waits is told itself
-                self._runtime.failed[self.stage.tag] = self.error
+                self._runtime.failed[self.stage.tag] = self.error.message
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self.stage.abandon)

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 import pytest
 import trio
-import trio.testing
 
 from forkd.ops.branch import branch
-from forkd.runtime import Runtime
+from forkd.ops.describe import get_snapshot
+from forkd.ops.remove import remove_snapshot
+from forkd.runtime import MAX_NOTES, Notes, Runtime
 from forkd.specs.branch import Pause
-from forkd.specs.errors import CaptureFailed
+from forkd.specs.errors import CaptureFailed, SnapshotNotFound
 from forkd.specs.requests import BranchRequest
 from forkd.store import files
 from tests.unit.ops.sandboxes import add_sandbox, scene
@@ -56,8 +57,21 @@ async def test_a_disk_that_fails_is_told_to_whoever_waits_and_nothing_is_left(ru
 async def test_a_disk_that_fails_when_nobody_waits_is_a_failed_snapshot(runtime: Runtime) -> None:
     runtime.plugins.branch_modes["live"] = cast(Any, FailingDisk(early=False))
     await branch(runtime, "sb-1", BranchRequest(tag="b", live=True, wait=False))
-    await trio.testing.wait_all_tasks_blocked()
-    assert isinstance(runtime.failed["b"], CaptureFailed)
+    with trio.fail_after(10):
+        while "b" in runtime.writing:
+            await trio.lowlevel.checkpoint()
+    assert get_snapshot(runtime, "b").status == "failed"
+    assert "File too large" in runtime.failed["b"]
+    assert await remove_snapshot(runtime, "b") == ["b"]
+    with pytest.raises(SnapshotNotFound):
+        get_snapshot(runtime, "b")
+
+
+def test_of_failed_branches_the_newest_are_remembered() -> None:
+    notes = Notes()
+    for number in range(MAX_NOTES + 5):
+        notes[str(number)] = "no space"
+    assert len(notes) == MAX_NOTES and "4" not in notes
 
 
 async def test_a_disk_that_does_not_even_remove_is_told_the_same(
