@@ -19,7 +19,6 @@ from forkd.network import HOST_TAP_NETWORK, guest_network
 from forkd.processtable import ProcessTable
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import (
-    Conflict,
     EngineError,
     ForkdError,
     GuestError,
@@ -27,6 +26,7 @@ from forkd.specs.errors import (
     GuestUnreachable,
     MachineGone,
     OutOfMemory,
+    SandboxPaused,
 )
 from forkd.specs.models import SandboxInfo
 
@@ -83,9 +83,9 @@ class Sandbox:
     console: ConsoleTail = field(default_factory=ConsoleTail)
 
     def check_stays(self) -> None:
-        """Raise Conflict while it is being suspended: what it did now would be acknowledged, and lost."""
+        """Raise SandboxPaused while it is being suspended: what it did now would be acknowledged, and lost."""
         if self.suspending:
-            raise Conflict(f"sandbox {self.id} is being suspended", hint="resume its workspace when that is done")
+            raise SandboxPaused(f"sandbox {self.id} is being suspended", hint="resume its workspace when that is done")
 
 
 @dataclass(frozen=True, slots=True)

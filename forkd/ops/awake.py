@@ -34,7 +34,8 @@ async def awake(runtime: Runtime, reference: str) -> AsyncIterator[Sandbox]:
 async def pause_sandbox(runtime: Runtime, sandbox: Sandbox, *, auto: bool = False) -> None:
     """Stop its virtual CPUs. What it runs stands still and costs no CPU. ``auto``: unless somebody uses it."""
     async with sandbox.capturing:
-        sandbox.check_stays()
+        if not auto:
+            sandbox.check_stays()
         if sandbox.info.status == "paused":
             sandbox.info.auto_paused = sandbox.info.auto_paused and auto
         elif not (auto and sandbox.users):

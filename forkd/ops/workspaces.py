@@ -144,6 +144,7 @@ async def _halted(sandbox: Sandbox) -> AsyncIterator[None]:
     """
     sandbox.check_stays()
     sandbox.suspending = True
+    sandbox.users += 1  # it does not doze meanwhile
     try:
         yield
     except BaseException:
@@ -153,6 +154,10 @@ async def _halted(sandbox: Sandbox) -> AsyncIterator[None]:
                 if sandbox.info.status == "running":
                     await sandbox.machine.resume()
         raise
+    finally:
+        sandbox.users -= 1
+        sandbox.used = trio.current_time()
+        sandbox.changed.set()
 
 
 async def _finish_suspend(runtime: Runtime, workspace: Workspace) -> None:

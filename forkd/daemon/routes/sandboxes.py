@@ -212,9 +212,15 @@ routes = [
         go_back,
         {200: SandboxInfo},
         body=RollbackRequest,
-        errors=(BadInput, SnapshotNotFound, Conflict, EngineError, *IN_SANDBOX),
+        errors=(BadInput, SnapshotNotFound, Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
     ),
-    route("POST", f"{ID}/promote", take_over, {200: SandboxInfo}, errors=(Conflict, EngineError, *IN_SANDBOX)),
+    route(
+        "POST",
+        f"{ID}/promote",
+        take_over,
+        {200: SandboxInfo},
+        errors=(Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
+    ),
     route(
         "POST",
         "/v1/sandboxes",

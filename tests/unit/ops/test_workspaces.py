@@ -11,13 +11,13 @@ import trio
 
 from forkd.inventory import Workspace
 from forkd.ops import spawn
-from forkd.ops.awake import awake, resume_sandbox
+from forkd.ops.awake import awake, pause_sandbox, resume_sandbox
 from forkd.ops.branch import branch
 from forkd.ops.workspaces import create_workspace, suspend_workspace
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.branch import Pause
-from forkd.specs.errors import Conflict, NoSpace
+from forkd.specs.errors import NoSpace, SandboxPaused
 from forkd.specs.models import MemoryRef, WorkspaceInfo
 from forkd.specs.requests import BranchRequest, CreateWorkspace
 from tests.unit.ops.sandboxes import TAG, FakeMachine, add_sandbox, forks, scene
@@ -84,9 +84,10 @@ async def test_requests_are_refused_while_the_state_is_written(runtime: Runtime)
             pass
 
     for ask in (use(), resume_sandbox(runtime, sandbox), branch(runtime, "sb-1", BranchRequest(tag="again"))):
-        with pytest.raises(Conflict, match="is being suspended"):
+        with pytest.raises(SandboxPaused, match="is being suspended"):
             await ask
     assert not runtime.snapshots.path("again").exists()
+    await pause_sandbox(runtime, sandbox, auto=True)
 
 
 @pytest.mark.parametrize("status", ["running", "paused"])
