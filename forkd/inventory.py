@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -62,10 +62,13 @@ class Inventory(Protocol):
         """Forget a sandbox of which nothing is left. Never raises: a row too many is found out by who adopts."""
 
     def rows(self) -> list[Row]:
-        """Every sandbox written down, oldest first."""
+        """Every sandbox written down, oldest first; one whose row is damaged is left out.
+
+        Raises Conflict, HostNotReady.
+        """
 
     def workspaces(self) -> list[Workspace]:
-        """Every workspace, by name."""
+        """Every workspace, by name; as ``rows`` otherwise."""
 
     def save_workspace(self, workspace: Workspace) -> None:
         """Write a workspace down for good: it is on the disk when this returns. Takes its time."""
@@ -119,6 +122,8 @@ class SqliteInventory:
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._told():
             self._db = sqlite3.connect(path, isolation_level=None)
+        # What is not UTF-8 fails when its row is understood, not when all of them are read.
+        self._db.text_factory = lambda text: text.decode(errors="surrogateescape")
         try:
             with self._told():
                 path.chmod(0o600)
@@ -160,27 +165,23 @@ class SqliteInventory:
 
     def rows(self) -> list[Row]:
         """Every sandbox written down, oldest first."""
-        found = self._db.execute("SELECT id, pid, starttime, source, info FROM sandboxes ORDER BY rowid").fetchall()
-        return [
-            Row(
-                sandbox_id,
-                pid,
-                starttime,
-                msgspec.json.decode(source, type=Snapshot),
-                msgspec.json.decode(info, type=SandboxInfo),
-            )
-            for sandbox_id, pid, starttime, source, info in found
-        ]
+        rows = []
+        for sandbox_id, pid, starttime, source, info in self._read(
+            "SELECT id, pid, starttime, source, info FROM sandboxes ORDER BY rowid"
+        ):
+            with self._readable(f"sandbox {sandbox_id}"):
+                manifest = msgspec.json.decode(source, type=Snapshot)
+                rows.append(Row(sandbox_id, pid, starttime, manifest, msgspec.json.decode(info, type=SandboxInfo)))
+        return rows
 
     def workspaces(self) -> list[Workspace]:
         """Decode them all."""
-        found = self._db.execute("SELECT made, info FROM workspaces ORDER BY name").fetchall()
-        return [
-            Workspace(
-                info=msgspec.json.decode(info, type=WorkspaceInfo), made=msgspec.json.decode(made, type=CreateWorkspace)
-            )
-            for made, info in found
-        ]
+        found = []
+        for name, made, info in self._read("SELECT name, made, info FROM workspaces ORDER BY name"):
+            with self._readable(f"workspace {name}"):
+                request = msgspec.json.decode(made, type=CreateWorkspace)
+                found.append(Workspace(msgspec.json.decode(info, type=WorkspaceInfo), request))
+        return found
 
     def save_workspace(self, workspace: Workspace) -> None:
         """Insert or replace, then wait for the disk."""
@@ -203,16 +204,28 @@ class SqliteInventory:
         """Close the file."""
         self._db.close()
 
+    def _read(self, query: str) -> list[tuple[Any, ...]]:
+        with self._told():
+            return self._db.execute(query).fetchall()
+
+    @contextmanager
+    def _readable(self, what: str) -> Iterator[None]:
+        """What cannot be understood is left out, so that one damaged row does not keep the others from their owner."""
+        try:
+            yield
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            log.error("%s: %s is left out, as what is written about it is damaged: %s", self._path, what, error)
+
     @contextmanager
     def _told(self) -> Iterator[None]:
         """SQLite's errors as ours: nothing else may come out, as tasks that end the daemon if they fail write here."""
         try:
             yield
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
                 hint = "free some space: forkd prune, forkd rmi, forkd cleanup"
                 raise NoSpace(f"no space left for {self._path}", hint=hint) from error
-            raise HostNotReady(f"{self._path} cannot be written: {error}") from error
+            raise HostNotReady(f"{self._path} cannot be read or written: {error}") from error
         except sqlite3.DatabaseError as error:
             hint = "move it away: workspaces in it are forgotten, their snapshots stay"
             raise Conflict(f"{self._path} is no inventory: {error}", hint=hint) from error

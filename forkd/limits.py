@@ -57,6 +57,8 @@ class Limiter:
         check_limits(info)
         group = self._groups.setdefault(info.id, cgroup.Group(info.id, self.table(), self._disks))
         failed = group.apply(wanted)
+        if pid is not None:
+            self.admit(info.id)(pid)  # before anything is refused: the limits that are not must hold
         if failed and not (lenient or info.best_effort):
             limits = ", ".join(f"{FIELDS[name]}: {why}" for name, why in failed.items())
             raise LimitRefused(
@@ -68,8 +70,6 @@ class Limiter:
             warning = f"{FIELDS[name]} is not applied: {why}"
             if warning not in info.warnings:
                 info.warnings.append(warning)
-        if pid is not None:
-            group.admit(pid)
 
     def admit(self, sandbox_id: str) -> Callable[[int], None]:
         """What puts a machine into its group; does nothing for one without limits."""
@@ -79,7 +79,9 @@ class Limiter:
                 try:
                     group.admit(pid)
                 except OSError as error:
-                    raise LimitRefused(f"VMM {pid} cannot be put under its limits: {error.strerror}") from error
+                    raise LimitRefused(
+                        f"VMM {pid} cannot be put under its limits: {error.strerror}", refused=list(FIELDS.values())
+                    ) from error
 
         return into
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import stat
 import sys
@@ -15,6 +16,7 @@ from types import ModuleType
 from forkd.specs.errors import PluginError
 from forkd.specs.hookspecs import PROJECT
 
+log = logging.getLogger("forkd")
 BUNDLED = "bundled"
 ENTRY_POINT = "entry point"
 DIRECTORY = "directory"
@@ -54,7 +56,10 @@ def directory(path: Path) -> Iterator[Candidate]:
     """Files ``name.py`` and packages ``name/`` in ``path``, by name; none if there is no such directory."""
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        log.warning("plugins in %s are left out: %s", path, error.strerror)
         return
     for entry in entries:
         file = Path(entry.path)

@@ -12,7 +12,7 @@ from typing import Any
 import trio
 
 from forkd.guestlink import GuestStream
-from forkd.specs.errors import ForkdError, GuestUnreachable, TooBusy
+from forkd.specs.errors import Conflict, ForkdError, GuestUnreachable, TooBusy
 from forkd.specs.models import ProcessInfo
 
 BUFFER = 256 * 1024
@@ -213,6 +213,7 @@ class ProcessTable:
 
     def __init__(self) -> None:
         self._processes: OrderedDict[int, Process] = OrderedDict()
+        self._starting: set[str] = set()
         self.adopting = trio.Lock()
 
     def __iter__(self) -> Iterator[Process]:
@@ -223,6 +224,21 @@ class ProcessTable:
         if reference.isascii() and reference.isdigit() and len(reference) < 19 and int(reference) in self._processes:
             return self._processes[int(reference)]
         return next((each for each in reversed(self._processes.values()) if each.tag == reference), None)
+
+    @contextmanager
+    def starting(self, tag: str | None) -> Iterator[None]:
+        """While this lasts a process is being started that shall have the tag. Raises Conflict if another has it."""
+        known = None if tag is None else self.find(tag)
+        if known is not None and known.running:
+            raise Conflict(f"process {known.pid} has the tag {tag!r}", hint="use another tag")
+        if tag in self._starting:
+            raise Conflict(f"a process with the tag {tag!r} is being started", hint="use another tag")
+        taken = set() if tag is None else {tag}
+        self._starting |= taken
+        try:
+            yield
+        finally:
+            self._starting -= taken
 
     def check_room(self) -> None:
         """Raise TooBusy if as many run as may."""

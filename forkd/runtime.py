@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import trio
@@ -19,7 +22,7 @@ from forkd.pool import Pools
 from forkd.sandbox import Sandbox
 from forkd.slots import SlotOwner
 from forkd.specs.engine import Engine, EngineContext
-from forkd.specs.errors import BadInput, ForkdError, SandboxNotFound, TooBusy
+from forkd.specs.errors import BadInput, HostNotReady, SandboxNotFound, TooBusy
 from forkd.specs.models import SnapshotInfo
 from forkd.store.blobs import BlobStore
 from forkd.store.disks import DiskStore
@@ -28,17 +31,17 @@ from forkd.store.snapshots import SnapshotStore
 from forkd.templates import Templates
 
 Progress = Callable[[str, float | None], None]
-MAX_ENDINGS = 1000
+MAX_NOTES = 1000
 DAEMON = "daemon"
 """The name of the daemon's directory of slots: one daemon a data directory."""
 
 
-class Endings(dict[str, str]):
-    """Why sandboxes ended by themselves; the oldest are forgotten."""
+class Notes(dict[str, str]):
+    """A sentence each about things that are no more; the oldest are forgotten."""
 
     def __setitem__(self, key: str, value: str) -> None:
         super().__setitem__(key, value)
-        while len(self) > MAX_ENDINGS:
+        while len(self) > MAX_NOTES:
             del self[next(iter(self))]
 
 
@@ -56,10 +59,12 @@ class Runtime:
     nursery: trio.Nursery
     start_limit: trio.Semaphore
     sandboxes: dict[str, Sandbox] = field(default_factory=dict)
-    endings: Endings = field(default_factory=Endings)
+    endings: Notes = field(default_factory=Notes)
+    """Why sandboxes ended by themselves."""
     engines: dict[str, Engine] = field(default_factory=dict)
     writing: dict[str, SnapshotInfo] = field(default_factory=dict)
-    failed: dict[str, ForkdError] = field(default_factory=dict)
+    failed: Notes = field(default_factory=Notes)
+    """Why branches that nobody waited for came to nothing, by tag."""
     events: Events = field(default_factory=Events)
     inventory: Inventory = field(default_factory=NoInventory)
     keeps: bool = False
@@ -136,6 +141,7 @@ async def open_runtime(
     settings: Settings, *, plugins: Plugins | None = None, daemon: bool = False
 ) -> AsyncIterator[Runtime]:
     """A Runtime whose sandboxes end with it; the daemon's are written down and go on without it."""
+    _make_data_dir(settings.data_dir)
     loaded = plugins or load_plugins(settings)
     slots = SlotOwner(settings.run_dir, DAEMON if daemon else None, die_with_owner=not daemon)
     inventory = SqliteInventory(settings.inventory) if daemon else NoInventory()
@@ -169,3 +175,14 @@ async def open_runtime(
             backend.close()
         inventory.close()
         slots.close()
+
+
+def _make_data_dir(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "this user may not write there")
+    except OSError as error:
+        raise HostNotReady(
+            f"{path} cannot be the data directory: {error.strerror}", hint="set FORKD_DATA_DIR to one of your own"
+        ) from error

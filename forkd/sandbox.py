@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ import trio
 
 from forkd.canary import Canary
 from forkd.guestlink import GuestLink, ResumeInfo
+from forkd.linux.process import end_process
 from forkd.network import HOST_TAP_NETWORK, guest_network
 from forkd.processtable import ProcessTable
 from forkd.specs.engine import Machine, Slot
@@ -25,6 +26,7 @@ from forkd.specs.errors import (
     GuestUnreachable,
     MachineGone,
     OutOfMemory,
+    SandboxPaused,
 )
 from forkd.specs.models import SandboxInfo
 
@@ -76,7 +78,23 @@ class Sandbox:
     changed: trio.Event = field(default_factory=trio.Event)
     """Set when something its timekeeper goes by has changed."""
     timed: bool = False
+    suspending: bool = False
+    """Its state is being saved and it ends after that, so nothing may make it run on."""
     console: ConsoleTail = field(default_factory=ConsoleTail)
+
+    def check_stays(self) -> None:
+        """Raise SandboxPaused while it is being suspended: what it did now would be acknowledged, and lost."""
+        if self.suspending:
+            raise SandboxPaused(f"sandbox {self.id} is being suspended", hint="resume its workspace when that is done")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A VMM that an earlier owner started in a slot: its process, named for certain."""
+
+    slot: Slot
+    pid: int
+    starttime: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +111,8 @@ class Plan:
     """Whether its machine has a network device that needs a tap even when it leads nowhere."""
     host_tap: str | None = None
     """A tap of the host itself that its network device is to lead to."""
-    adopted: Slot | None = None
-    """The slot of a machine that runs already: ``start`` connects to it, and its guest stays who it is."""
+    adopted: Running | None = None
+    """A machine that runs already: ``start`` connects to it, and its guest stays who it is."""
     waiting: Waiting | None = None
     """The machine ``start`` claims, with its slot; ended with the sandbox's task if it comes to nothing."""
     canary: Canary | None = None
@@ -113,7 +131,8 @@ async def run_sandbox(
     is left goes on, for the next one to adopt.
     """
     began = time.monotonic()
-    slot = plan.adopted or (plan.waiting.slot if plan.waiting else runtime.slots.take(plan.id, plan.info.snapshot_tag))
+    ready = plan.adopted or plan.waiting
+    slot = ready.slot if ready else runtime.slots.take(plan.id, plan.info.snapshot_tag)
     machine: Machine | None = None
     sandbox: Sandbox | None = None
     failed = False
@@ -155,6 +174,8 @@ async def run_sandbox(
                     await machine.kill()
                 elif plan.waiting is not None:
                     await plan.waiting.machine.kill()
+                elif plan.adopted is not None:  # nobody else would ever end it: its slot and its row go
+                    await end_process(plan.adopted.pid, plan.adopted.starttime)
                 await runtime.slots.release(slot, plan.keep)
                 runtime.inventory.remove(plan.id)
             if sandbox is not None and sandbox.source is not None:
@@ -195,3 +216,11 @@ async def end_sandbox(sandbox: Sandbox) -> None:
     """End a sandbox and return when nothing of it is left."""
     sandbox.stop.set()
     await sandbox.ended.wait()
+
+
+async def end_sandboxes(sandboxes: Iterable[Sandbox]) -> None:
+    """End many side by side, whether cancelled or not."""
+    with trio.CancelScope(shield=True):
+        async with trio.open_nursery() as nursery:
+            for sandbox in sandboxes:
+                nursery.start_soon(end_sandbox, sandbox)

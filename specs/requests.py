@@ -122,7 +122,10 @@ class UpdateSandbox(msgspec.Struct, kw_only=True):
 
 
 class SandboxDetails(msgspec.Struct, kw_only=True):
-    """What one child of a fork is given. ``timeout_secs`` counts from then; 0 means no limit."""
+    """What one child of a fork is given. ``timeout_secs`` counts from then; 0 means no limit.
+
+    ``network`` and ``allow`` are for the fork verb, in place of the request's.
+    """
 
     name: str | None = None
     labels: dict[str, str] | None = None
@@ -131,6 +134,8 @@ class SandboxDetails(msgspec.Struct, kw_only=True):
     limits: UpdateSandbox | None = None
     timeout_secs: float | None = None
     idle_pause_secs: float | None = None
+    network: str | None = None
+    allow: list[str] | None = None
 
 
 class ForkRequest(msgspec.Struct, kw_only=True):

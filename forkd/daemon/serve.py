@@ -6,16 +6,13 @@ import dataclasses
 import logging
 import os
 import signal
-import socket
 import ssl
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import trio
-from hypercorn.config import Config, Sockets
+from hypercorn.config import Config
 from hypercorn.utils import wrap_app
 
 from forkd.config import Settings
@@ -27,13 +24,14 @@ from forkd.daemon.bridge import Bridge
 from forkd.daemon.config import NONE, DaemonConfig
 from forkd.daemon.connections import serve_connections
 from forkd.daemon.gate import Gate
+from forkd.daemon.listening import addresses, listening
 from forkd.daemon.metrics import Metrics
 from forkd.ops.adopt import adopt_all
 from forkd.ops.pool import fill_pools
 from forkd.ops.prune import keep_pruned
 from forkd.runtime import Runtime, open_runtime
-from forkd.sandbox import end_sandbox
-from forkd.specs.errors import BadInput, Conflict, ForkdError, HostNotReady
+from forkd.sandbox import end_sandboxes
+from forkd.specs.errors import BadInput, ForkdError
 
 log = logging.getLogger("forkd")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -53,12 +51,12 @@ async def run_daemon(settings: Settings, config: DaemonConfig, say: Say) -> None
     settings = dataclasses.replace(settings, branch_concurrency=config.branch_concurrency)
     audit = None if config.audit_log == NONE else AuditLog(Path(config.audit_log or settings.data_dir / "audit.log"))
     async with open_runtime(settings, daemon=True) as runtime:
-        with _sockets(settings, config) as sockets, trio.open_signal_receiver(*SIGNALS) as signals:
+        with listening(settings, config) as sockets, trio.open_signal_receiver(*SIGNALS) as signals:
             if config.opens_agent_ports():
                 runtime.on_up = Bridge(runtime).open
             await adopt_all(runtime)
             runtime.nursery.start_soon(fill_pools, runtime, config.pools())
-            for where in _where(settings, config, sockets):
+            for where in addresses(settings, config, sockets):
                 say(f"listening on {where}")
             say(f"stop it with Ctrl-C or: kill {os.getpid()}")
 
@@ -94,9 +92,7 @@ def _reopen(tokens: Tokens | None, audit: AuditLog | None) -> None:
 async def _leave(runtime: Runtime, config: DaemonConfig, say: Say) -> None:
     sandboxes = list(runtime.sandboxes.values())
     if config.end_sandboxes:
-        async with trio.open_nursery() as nursery:
-            for sandbox in sandboxes:
-                nursery.start_soon(end_sandbox, sandbox)
+        await end_sandboxes(sandboxes)
     elif sandboxes:
         say(f"{len(sandboxes)} sandboxes go on; the next daemon adopts them (forkd cleanup --yes ends them)")
 
@@ -121,72 +117,3 @@ def _tls(http: Config) -> ssl.SSLContext | None:
             f"TLS with {http.certfile} and {http.keyfile} is not possible: {error.strerror or error}",
             hint="give a PEM certificate and its unencrypted key",
         ) from error
-
-
-@contextmanager
-def _sockets(settings: Settings, config: DaemonConfig) -> Iterator[Sockets]:
-    """Listening sockets, closed on leaving; the unix socket's file goes too."""
-    made: list[socket.socket] = []
-    path = None if config.socket == NONE else Path(config.socket or settings.socket)
-    ours: Path | None = None
-    try:
-        tcp = [_listen_tcp(config)] if config.address() is not None else []
-        made += tcp
-        unix = [_listen_unix(path)] if path is not None else []
-        made += unix
-        ours = path if unix else None
-        if not made:
-            raise BadInput("there is nothing to listen on", hint="give --bind or --socket")
-        secure = tcp if config.tls_cert else []
-        yield Sockets(secure, [sock for sock in made if sock not in secure], [])
-    finally:
-        for sock in made:
-            sock.close()
-        if ours is not None:
-            ours.unlink(missing_ok=True)
-
-
-def _listen_tcp(config: DaemonConfig) -> socket.socket:
-    address = config.address()
-    assert address is not None
-    try:
-        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.create_server(address, family=family, backlog=1024)
-    except OSError as error:
-        raise HostNotReady(
-            f"cannot listen on {config.bind}: {error.strerror or error}", hint="another --bind, or --bind none"
-        ) from error
-    sock.setblocking(False)
-    return sock
-
-
-def _listen_unix(path: Path) -> socket.socket:
-    """A socket only its owner may use. One that an earlier daemon left is replaced; the slot lock says it is dead."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-        raise Conflict(f"{path} is not a socket", hint="give another --socket")
-    path.unlink(missing_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    before = os.umask(0o177)
-    try:
-        sock.bind(f"/proc/self/fd/{directory}/{path.name}")  # the address stays short however deep the path is
-        sock.listen(1024)
-    except OSError as error:
-        sock.close()
-        raise HostNotReady(f"cannot listen on {path}: {error.strerror or error}") from error
-    finally:
-        os.umask(before)
-        os.close(directory)
-    sock.setblocking(False)
-    return sock
-
-
-def _where(settings: Settings, config: DaemonConfig, sockets: Sockets) -> Iterator[str]:
-    for sock in (*sockets.secure_sockets, *sockets.insecure_sockets):
-        if sock.family == socket.AF_UNIX:
-            yield f"{config.socket or settings.socket} (unix socket)"
-        else:
-            host, port = sock.getsockname()[:2]
-            scheme = "https" if config.tls_cert else "http"
-            yield f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -141,10 +141,13 @@ class ProcessHandle:
         return self._child.wait() if self._child is not None else self._status
 
 
-async def end_process(pid: int) -> None:
-    """End the process that has this pid now and wait until it is gone; harmless if there is none."""
+async def end_process(pid: int, starttime: int | None = None) -> None:
+    """End the process that has this pid (now, or since ``starttime``) and wait until it is gone.
+
+    Harmless if there is none.
+    """
     try:
-        process = ProcessHandle.of_running(pid, start_time(pid))
+        process = ProcessHandle.of_running(pid, start_time(pid) if starttime is None else starttime)
     except (FileNotFoundError, ProcessLookupError):
         return
     if process is not None:

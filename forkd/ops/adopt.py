@@ -12,10 +12,10 @@ from forkd.ops.cleanup import cleanup
 from forkd.ops.lifecycle import keep_time
 from forkd.ops.workspaces import settle_workspaces
 from forkd.runtime import Runtime
-from forkd.sandbox import Plan, run_sandbox
+from forkd.sandbox import Plan, Running, run_sandbox
 from forkd.slots import workers_in
 from forkd.specs.engine import Machine, Slot
-from forkd.specs.errors import ForkdError
+from forkd.specs.errors import ForkdError, MachineGone
 from forkd.store.snapshots import Stored
 
 PATIENCE = 10.0
@@ -51,6 +51,7 @@ async def adopt_all(runtime: Runtime) -> None:
 async def _adopt(runtime: Runtime, row: Row, slot: Slot | None, done: trio.Event) -> None:
     try:
         if slot is None:
+            await end_process(row.pid, row.starttime)
             raise ForkdError("its directory is gone")
         keep_time(runtime, await runtime.nursery.start(run_sandbox, runtime, _plan(runtime, row, slot)))
         log.info("adopted sandbox %s (VMM %d)", row.id, row.pid)
@@ -68,13 +69,18 @@ async def _adopt(runtime: Runtime, row: Row, slot: Slot | None, done: trio.Event
 
 def _plan(runtime: Runtime, row: Row, slot: Slot) -> Plan:
     async def start(slot: Slot) -> Machine:
-        machine = await runtime.engine(row.source.platform.engine).adopt(slot, row.pid, row.starttime)
-        if row.info.status == "running":
-            await machine.resume()  # a capture that died with the daemon may have left it standing
+        try:
+            machine = await runtime.engine(row.source.platform.engine).adopt(slot, row.pid, row.starttime)
+            if row.info.status == "running":
+                await machine.resume()  # a capture that died with the daemon may have left it standing
+        except OSError as error:  # it may end at any moment, or let us open nothing
+            raise MachineGone(f"VMM {row.pid} of {row.id} cannot be reached: {error}") from error
         return machine
 
+    if runtime.on_up is None:
+        row.info.guest_addr = ""  # a port of the daemon that was; a networked one is given its own address again
     source = Stored(runtime.snapshots.path(row.source.tag), row.source)
-    return Plan(row.id, start, row.source.agent_sync, row.info, source, adopted=slot)
+    return Plan(row.id, start, row.source.agent_sync, row.info, source, adopted=Running(slot, row.pid, row.starttime))
 
 
 async def _end_half_made(runtime: Runtime, slot: Slot) -> None:

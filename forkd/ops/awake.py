@@ -15,8 +15,9 @@ from forkd.specs.errors import SandboxPaused
 
 @asynccontextmanager
 async def awake(runtime: Runtime, reference: str) -> AsyncIterator[Sandbox]:
-    """The sandbox, running: one paused for being idle is resumed, one paused on purpose is refused."""
+    """The sandbox, running: one paused for being idle is resumed; one paused on purpose, or suspended, is refused."""
     sandbox = runtime.sandbox(reference)
+    sandbox.check_stays()
     sandbox.users += 1
     try:
         if sandbox.info.status == "paused":
@@ -33,6 +34,8 @@ async def awake(runtime: Runtime, reference: str) -> AsyncIterator[Sandbox]:
 async def pause_sandbox(runtime: Runtime, sandbox: Sandbox, *, auto: bool = False) -> None:
     """Stop its virtual CPUs. What it runs stands still and costs no CPU. ``auto``: unless somebody uses it."""
     async with sandbox.capturing:
+        if not auto:
+            sandbox.check_stays()
         if sandbox.info.status == "paused":
             sandbox.info.auto_paused = sandbox.info.auto_paused and auto
         elif not (auto and sandbox.users):
@@ -48,6 +51,7 @@ async def pause_sandbox(runtime: Runtime, sandbox: Sandbox, *, auto: bool = Fals
 async def resume_sandbox(runtime: Runtime, sandbox: Sandbox) -> None:
     """Let it run again, with the right time."""
     async with sandbox.capturing:
+        sandbox.check_stays()
         if sandbox.info.status != "paused":
             return
         await sandbox.machine.resume()

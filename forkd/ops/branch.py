@@ -14,7 +14,15 @@ from forkd.ops.lifecycle import check_pairs
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.branch import BranchMode, Pause, Step
-from forkd.specs.errors import BadInput, CapabilityMissing, ChainBroken, ForkdError, SnapshotNotFound, TooBusy
+from forkd.specs.errors import (
+    BadInput,
+    CapabilityMissing,
+    CaptureFailed,
+    ChainBroken,
+    ForkdError,
+    SnapshotNotFound,
+    TooBusy,
+)
 from forkd.specs.models import ParentRef, Snapshot, SnapshotInfo
 from forkd.specs.requests import BranchRequest
 from forkd.store.capture import MeasuredDelta
@@ -46,8 +54,13 @@ async def quickest_mode(runtime: Runtime, sandbox: Sandbox) -> BranchMode:
     return live if capable else runtime.plugins.branch_mode("diff")
 
 
-async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step: Step = no_step) -> SnapshotInfo:
-    """Capture a sandbox. With ``wait=false`` returns when the source runs again, with status ``writing``."""
+async def branch(
+    runtime: Runtime, sandbox_id: str, request: BranchRequest, step: Step = no_step, *, last: bool = False
+) -> SnapshotInfo:
+    """Capture a sandbox. With ``wait=false`` returns when the source runs again, with status ``writing``.
+
+    After its ``last`` branch the source stays paused.
+    """
     mode = runtime.plugins.branch_mode(mode_name(request))
     if not request.wait and not mode.keeps_running:
         raise BadInput("wait=false needs mode live", hint=f"{mode.name} writes while the source stands still")
@@ -58,7 +71,7 @@ async def branch(runtime: Runtime, sandbox_id: str, request: BranchRequest, step
     if cap and len(runtime.writing) >= cap:
         raise TooBusy(f"{cap} branches are being captured already", hint="try again in a moment")
     tag = request.tag or f"branch-{sandbox_id}-{secrets.token_hex(2)}"
-    work = _Branch(runtime, sandbox, source, mode, runtime.snapshots.stage(tag), request, step)
+    work = _Branch(runtime, sandbox, source, mode, runtime.snapshots.stage(tag), request, step, last)
     runtime.failed.pop(tag, None)
     runtime.writing[tag] = _writing_row(work, None)
     pause: Pause = await runtime.nursery.start(work.run)
@@ -117,6 +130,7 @@ class _Branch:
         stage: Stage,
         request: BranchRequest,
         step: Step,
+        last: bool,
     ) -> None:
         self._runtime = runtime
         self.sandbox = sandbox
@@ -125,6 +139,7 @@ class _Branch:
         self.stage = stage
         self._request = request
         self._step = step
+        self._last = last
         self.done = trio.Event()
         self.error: ForkdError | None = None
         self.stored: Stored | None = None
@@ -144,6 +159,7 @@ class _Branch:
                 self.stage,
                 self._source.manifest.hardware,
                 measure_delta=self._request.measure_diff,
+                last=self._last,
                 step=self._step,
                 task_status=resumed,
             )
@@ -154,12 +170,12 @@ class _Branch:
             manifest = captured.seal(self._manifest(captured))
             self.stored = await trio.to_thread.run_sync(self.stage.commit, manifest)
             self._note()
-        except ForkdError as error:
-            self.error = error
+        except (ForkdError, OSError) as error:  # either, raised once the caller is answered, would end the daemon
+            self.error = error if isinstance(error, ForkdError) else _unwritten(self.stage, error)
             if not resumed.passed:
-                raise
+                raise self.error from error
             if not self._request.wait:  # a caller that waits is told itself
-                self._runtime.failed[self.stage.tag] = error
+                self._runtime.failed[self.stage.tag] = self.error.message
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self.stage.abandon)
@@ -198,6 +214,13 @@ class _Branch:
         self._runtime.observe(
             "branch", id=self.sandbox.id, tag=manifest.tag, mode=self._mode.name, pause_ms=manifest.pause_ms
         )
+
+
+def _unwritten(stage: Stage, error: OSError) -> CaptureFailed:
+    return CaptureFailed(
+        f"snapshot {stage.tag!r} cannot be written: {error.strerror or error}",
+        hint=f"look after the file system of {stage.directory.parent}; the sandbox runs on",
+    )
 
 
 class _Once(trio.TaskStatus[Pause]):

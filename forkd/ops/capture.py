@@ -10,6 +10,7 @@ import trio
 
 from forkd.sandbox import Sandbox
 from forkd.specs.branch import BranchMode, Pause, Step
+from forkd.specs.engine import Machine
 from forkd.specs.errors import CaptureFailed
 from forkd.specs.models import FileRef, Hardware, MemoryRef, Snapshot
 from forkd.store.capture import MeasuredDelta, StageSink
@@ -45,19 +46,44 @@ async def capture_into_stage(
     hardware: Hardware,
     *,
     measure_delta: bool = False,
+    last: bool = False,
     step: Step = no_step,
     task_status: trio.TaskStatus[Pause] = trio.TASK_STATUS_IGNORED,
 ) -> Captured:
-    """Capture ``sandbox`` with ``mode``; ``task_status.started`` passes on the moment the source runs again."""
+    """Capture ``sandbox`` with ``mode``; ``task_status.started`` passes on the moment the source runs again.
+
+    After its ``last`` capture it does not: whoever suspends it ends it then, or lets it run on.
+    """
     began = time.monotonic()
     sink = StageSink(stage.directory, hardware.mem_mib << 20, measure_delta=measure_delta)
     pause = _Relay(task_status)
     async with sandbox.capturing:
-        await mode.capture(sandbox.machine, sink, step, task_status=pause)
+        if not last:
+            sandbox.check_stays()
+        machine = Halted(sandbox.machine) if last else sandbox.machine
+        await mode.capture(machine, sink, step, task_status=pause)
     if sink.memory is None or pause.value is None:
         raise CaptureFailed(f"branch mode {mode.name!r} ended without a capture")
     vmstate = await trio.to_thread.run_sync(sink.vmstate_ref)
     return Captured(vmstate, sink.memory, pause.value.pause_ms, (time.monotonic() - began) * 1000, sink.measured)
+
+
+class Halted:
+    """A machine that stays paused when a branch mode lets it run on; everything else is as the machine does it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.pid = machine.pid
+        self.agent = machine.agent
+        self.pause = machine.pause
+        self.save_devices = machine.save_devices
+        self.ram = machine.ram
+        self.wait = machine.wait
+        self.kill = machine.kill
+
+    async def resume(self) -> None:
+        """Not yet."""
+        await trio.lowlevel.checkpoint()
 
 
 class _Relay(trio.TaskStatus[Pause]):

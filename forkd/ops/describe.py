@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 
 from forkd.runtime import Runtime
-from forkd.specs.errors import ChainBroken, ForkdError, SnapshotBroken
+from forkd.specs.errors import ChainBroken, SnapshotBroken
 from forkd.specs.models import Snapshot, SnapshotInfo
 from forkd.store.chain import resolve
 from forkd.store.files import physical_bytes
@@ -17,7 +17,7 @@ async def list_snapshots(runtime: Runtime) -> list[SnapshotInfo]:
     writing = dict(runtime.writing)  # asked first: one that is finished while we look is seen there, or here
     rows = await trio.to_thread.run_sync(lambda: [describe(runtime, entry) for entry in runtime.snapshots.entries()])
     whole = {row.tag for row in rows}
-    unfinished = writing | {tag: _failed(runtime, tag, error) for tag, error in runtime.failed.items()}
+    unfinished = writing | {tag: _failed(runtime, tag, why) for tag, why in runtime.failed.items()}
     return rows + [row for tag, row in unfinished.items() if tag not in whole]
 
 
@@ -25,12 +25,12 @@ def get_snapshot(runtime: Runtime, tag: str) -> SnapshotInfo:
     """One snapshot. Raises SnapshotNotFound, SnapshotBroken."""
     if (row := runtime.writing.get(tag)) is not None:
         return row
-    if (error := runtime.failed.get(tag)) is not None and not runtime.snapshots.path(tag).exists():
-        return _failed(runtime, tag, error)
+    if (why := runtime.failed.get(tag)) is not None and not runtime.snapshots.path(tag).exists():
+        return _failed(runtime, tag, why)
     return describe(runtime, runtime.snapshots.load(tag))
 
 
-def _failed(runtime: Runtime, tag: str, error: ForkdError) -> SnapshotInfo:
+def _failed(runtime: Runtime, tag: str, why: str) -> SnapshotInfo:
     """A branch that was answered before it was written, and then could not be."""
     return SnapshotInfo(
         tag=tag,
@@ -38,7 +38,7 @@ def _failed(runtime: Runtime, tag: str, error: ForkdError) -> SnapshotInfo:
         created_at_unix=0,
         status="failed",
         bootable=False,
-        warning=error.message,
+        warning=why,
     )
 
 

@@ -11,7 +11,7 @@ from forkd.ops.execute import check_exec, exec_command
 from forkd.ops.fork_any import fork_any
 from forkd.ops.score import parse_score
 from forkd.runtime import Runtime
-from forkd.sandbox import Sandbox, end_sandbox
+from forkd.sandbox import end_sandboxes
 from forkd.specs.errors import BadInput, ForkdError
 from forkd.specs.models import FanoutRow
 from forkd.specs.requests import ExecRequest, FanoutRequest, ForkRequest
@@ -27,16 +27,16 @@ async def fanout(runtime: Runtime, request: FanoutRequest) -> list[FanoutRow]:
         raise BadInput(f"{request.keep} of {request.n} children cannot be kept")
     check_exec(_command(request, 0))
     made = await fork_any(runtime, ForkRequest(source=request.source, n=request.n, network=request.network))
-    sandboxes = {child.index: child.sandbox for child in made if child.sandbox is not None}
+    ids = {child.index: child.info.id for child in made if child.info is not None}
     rows: list[FanoutRow] = []
     kept: set[str] = set()
 
-    async def one(index: int, sandbox: Sandbox) -> None:
-        row = FanoutRow(index=index, id=sandbox.id)
+    async def one(index: int, sandbox_id: str) -> None:
+        row = FanoutRow(index=index, id=sandbox_id)
         rows.append(row)
         began = time.monotonic()
         try:
-            row.result = await exec_command(runtime, sandbox.id, _command(request, index))
+            row.result = await exec_command(runtime, sandbox_id, _command(request, index))
         except ForkdError as error:
             row.error = error.message
             return
@@ -46,18 +46,14 @@ async def fanout(runtime: Runtime, request: FanoutRequest) -> list[FanoutRow]:
 
     try:
         async with trio.open_nursery() as nursery:
-            for index, sandbox in sandboxes.items():
-                nursery.start_soon(one, index, sandbox)
+            for index, sandbox_id in ids.items():
+                nursery.start_soon(one, index, sandbox_id)
         rows.sort(key=lambda row: (-math.inf if row.score is None else row.score, -row.seconds), reverse=True)
         for row in [row for row in rows if row.score is not None][: request.keep]:
             row.kept = True
             kept.add(row.id)
     finally:
-        with trio.CancelScope(shield=True):
-            async with trio.open_nursery() as nursery:
-                for sandbox in sandboxes.values():
-                    if sandbox.id not in kept:
-                        nursery.start_soon(end_sandbox, sandbox)
+        await end_sandboxes(runtime.sandboxes[each] for each in set(ids.values()) & set(runtime.sandboxes) - kept)
     return rows
 
 

@@ -12,6 +12,7 @@ import trio
 from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
 from forkd.network import check_network
+from forkd.ops.children import Child, or_ended
 from forkd.ops.prewarm import prewarm
 from forkd.ops.volumes import volume_disks
 from forkd.pool import Waiting
@@ -107,17 +108,6 @@ class Prepared:
     lease: MemoryLease
 
 
-@dataclass(frozen=True, slots=True)
-class Child:
-    """One row of a fork's answer: a sandbox, or why there is none."""
-
-    index: int
-    sandbox: Sandbox | None
-    error: ForkdError | None
-    pause_ms: float | None = None
-    """How long a running source stood still for it."""
-
-
 async def fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> list[Child]:
     """Bring up ``n`` children of ``tag``. One child's failure is its own row; a broken snapshot raises at once."""
     if not 1 <= n <= MAX_CHILDREN:
@@ -192,7 +182,7 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
         except ForkdError as error:
             children[index] = Child(index, None, error)
 
-    async with trio.open_nursery() as nursery:
+    async with or_ended(children), trio.open_nursery() as nursery:
         for index in range(n):
             nursery.start_soon(row, index)
     runtime.observe("fork", tag=tag, asked=n, up=sum(child.sandbox is not None for child in children))

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 
 import trio
 
 from forkd.config import MAX_CHILDREN
+from forkd.network import check_network
 from forkd.ops.awake import awake
-from forkd.ops.branch import branch, quickest_mode
-from forkd.ops.fork import Child, ForkOptions, fork
-from forkd.ops.fork_running import fork_running
+from forkd.ops.branch import source_of
+from forkd.ops.children import Child, Told, dress_children, or_ended
+from forkd.ops.fork import ForkOptions, fork, prepare
+from forkd.ops.fork_running import Make, instant
 from forkd.ops.lifecycle import check_details, dress
 from forkd.runtime import Runtime
-from forkd.sandbox import Sandbox, end_sandbox
+from forkd.sandbox import Sandbox, end_sandbox, end_sandboxes
 from forkd.specs.errors import BadInput, Conflict, ForkdError, GuestTimeout, SandboxNotFound
 from forkd.specs.models import SandboxInfo
-from forkd.specs.requests import BranchRequest, ForkRequest, SandboxDetails
+from forkd.specs.requests import ForkRequest, SandboxDetails
 
 MAX_ANSWERS = 1000
-_Make = Callable[[ForkOptions], Awaitable[list[Child]]]
 
 
 class Answer:
@@ -29,12 +31,12 @@ class Answer:
     def __init__(self, request: ForkRequest) -> None:
         self.request = request
         self.done = trio.Event()
-        self.children: list[Child] = []
+        self.children: list[Told] = []
         self.error: Exception | None = None
         self.abandoned = False
 
 
-async def fork_any(runtime: Runtime, request: ForkRequest) -> list[Child]:
+async def fork_any(runtime: Runtime, request: ForkRequest) -> list[Told]:
     """One row a child. With ``on_partial`` rollback one failure ends the others too, and is raised.
 
     The same ``idempotency_key`` gives the same answer, whether the first request is under way or done; this process
@@ -84,21 +86,21 @@ async def _run(runtime: Runtime, answer: Answer) -> None:
     rows: list[Child] = []
     try:
         rows = await _children(runtime, request)
-        rows = await _dressed(runtime, request, rows)
+        await dress_children(runtime, rows, lambda index: [request.all_children, *request.per_child[index : index + 1]])
         errors = [child.error for child in rows if child.error is not None]
         alive = [child.sandbox for child in rows if child.sandbox is not None]
         if answer.abandoned or (errors and (request.on_partial == "rollback" or not alive)):
-            await _end(alive)
+            await end_sandboxes(alive)
             if answer.abandoned:
                 answer.error = GuestTimeout("the children were not up in time; they are ended")
             elif errors:
                 failed = [{"index": row.index, "error": str(row.error)} for row in rows if row.error is not None]
                 errors[0].details["failed"] = failed
                 answer.error = errors[0]
-        answer.children = rows
+        answer.children = [Told(row.index, row.info, row.error) for row in rows]
     except Exception as error:  # raised to whoever asked: in the runtime's nursery it would end the whole runtime
         answer.error = error
-        await _end([child.sandbox for child in rows if child.sandbox is not None])
+        await end_sandboxes([child.sandbox for child in rows if child.sandbox is not None])
     finally:
         if answer.error is not None and request.idempotency_key is not None:
             runtime.fork_answers.pop(request.idempotency_key, None)
@@ -106,7 +108,9 @@ async def _run(runtime: Runtime, answer: Answer) -> None:
 
 
 async def _children(runtime: Runtime, request: ForkRequest) -> list[Child]:
-    options = ForkOptions(network=request.network, allow=tuple(request.allow))
+    alike: dict[ForkOptions, list[int]] = {}
+    for index in range(request.n):
+        alike.setdefault(_options(request, index), []).append(index)
     try:
         sandbox = runtime.sandbox(request.source)
     except SandboxNotFound:
@@ -114,62 +118,52 @@ async def _children(runtime: Runtime, request: ForkRequest) -> list[Child]:
             raise BadInput("mode is for a running sandbox", hint="leave it away to fork a snapshot") from None
         if not runtime.snapshots.path(request.source).exists() and request.source not in runtime.writing:
             raise
-        return await fork(runtime, request.source, request.n, options)
-    async with awake(runtime, request.source):
-        children = await _of_running(runtime, sandbox, request.n, options, request.mode)
+        return await _made(alike, partial(fork, runtime, request.source))
+    has_device = source_of(sandbox).manifest.hardware.network
+    for options in alike:  # before anything is captured for them
+        check_network(options.network, options.allow, has_device=has_device, root=runtime.slots.networks.root)
+    why = next((options.needs_restore for options in alike if options.needs_restore), None)
+    async with awake(runtime, request.source), instant(runtime, sandbox, mode=request.mode, why=why) as make:
+        children = await _made(alike, make)
     for child in children:
         if child.sandbox is not None:
             child.sandbox.info.forked_from = sandbox.id
     return children
 
 
-async def _of_running(
-    runtime: Runtime, sandbox: Sandbox, n: int, options: ForkOptions, mode: str | None = None
-) -> list[Child]:
-    """Children of a running sandbox: cloned, or through a snapshot where ``mode`` or what they need asks for one."""
-    if mode is None and options.needs_restore is None:
-        return await fork_running(runtime, sandbox.id, n, options)
-    mode = mode or (await quickest_mode(runtime, sandbox)).name
-    taken = await branch(runtime, sandbox.id, BranchRequest(mode=mode))
-    return await fork(runtime, taken.tag, n, options)
+def _options(request: ForkRequest, index: int) -> ForkOptions:
+    """How one child is made: with the request's network, unless its own details name another."""
+    network, allow = request.network, request.allow
+    for details in (request.all_children, *request.per_child[index : index + 1]):
+        if details.allow is not None or details.network not in (None, "allowlist"):
+            allow = details.allow or []
+        network = details.network or network
+    return ForkOptions(network=network, allow=tuple(allow))
 
 
-async def _dressed(runtime: Runtime, request: ForkRequest, rows: list[Child]) -> list[Child]:
-    """Every child with its details; one that cannot have them is ended, and says why."""
-
-    async def one(index: int, sandbox: Sandbox) -> None:
-        try:
-            await dress(runtime, sandbox, request.all_children)
-            if index < len(request.per_child):
-                await dress(runtime, sandbox, request.per_child[index])
-        except ForkdError as error:
-            await end_sandbox(sandbox)
-            rows[index] = Child(index, None, error)
-
-    async with trio.open_nursery() as nursery:
-        for row in list(rows):
-            if row.sandbox is not None:
-                nursery.start_soon(one, row.index, row.sandbox)
-    return rows
-
-
-async def _end(sandboxes: list[Sandbox]) -> None:
-    async with trio.open_nursery() as nursery:
-        for sandbox in sandboxes:
-            nursery.start_soon(end_sandbox, sandbox)
+async def _made(alike: dict[ForkOptions, list[int]], make: Make) -> list[Child]:
+    """All children in their order, made together where they are made alike."""
+    children: list[Child] = []
+    for options, indexes in alike.items():
+        async with or_ended(children):
+            made = await make(len(indexes), options)
+        children += [replace(child, index=index) for index, child in zip(indexes, made, strict=True)]
+    return sorted(children, key=lambda child: child.index)
 
 
 async def rollback(runtime: Runtime, reference: str, tag: str) -> Sandbox:
     """A sandbox goes back to one of its snapshots and keeps its id, name and details.
 
-    What it runs now ends first; if the snapshot then does not come up, the sandbox is gone, and the error says so.
+    What it runs now ends once the snapshot is ready to be forked; if it then does not come up, the sandbox is gone,
+    and the error says so.
     """
     sandbox = runtime.sandbox(reference)
     stored = runtime.snapshots.load(tag)
     if tag != sandbox.info.snapshot_tag and stored.manifest.branched_from != sandbox.id:
         raise Conflict(f"snapshot {tag!r} is not one of {sandbox.id}", hint="branch it first; or fork the snapshot")
-    stored.check_files()
-    return await _replace(runtime, sandbox, lambda options: fork(runtime, tag, 1, options))
+    with runtime.reading(tag):
+        await prepare(runtime, tag, _like(sandbox.info))
+        return await _replace(runtime, sandbox, partial(fork, runtime, tag))
 
 
 async def promote(runtime: Runtime, reference: str) -> Sandbox:
@@ -178,25 +172,38 @@ async def promote(runtime: Runtime, reference: str) -> Sandbox:
     source = runtime.sandboxes.get(child.info.forked_from or "")
     if source is None:
         raise Conflict(f"{child.id} was not forked from a sandbox that runs", hint="fork it with POST /v1/fork")
-    async with awake(runtime, reference):
-        made = await _replace(runtime, source, lambda options: _of_running(runtime, child, 1, options))
+    why = _like(source.info).needs_restore
+    async with awake(runtime, reference), instant(runtime, child, why=why) as make:
+        made = await _replace(runtime, source, make)
     await end_sandbox(child)
     return made
 
 
-async def _replace(runtime: Runtime, former: Sandbox, make: _Make) -> Sandbox:
+async def _replace(runtime: Runtime, former: Sandbox, make: Make) -> Sandbox:
     """End a sandbox and make another one with its id and details."""
     info = former.info
     async with former.capturing:
         if former.stop.is_set():
             raise Conflict(f"sandbox {info.id} is ending, or was replaced meanwhile", hint="look again and retry")
+        former.check_stays()
         await end_sandbox(former)
-    row = (await make(_like(info)))[0]
-    if row.sandbox is None:
-        assert row.error is not None
-        runtime.endings[info.id] = f"it was replaced, and the other did not come up: {row.error}"
-        raise row.error
-    new = row.sandbox.info
+    try:
+        row = (await make(1, _like(info)))[0]
+        if row.sandbox is None:
+            assert row.error is not None
+            raise row.error
+        async with or_ended([row]):  # without its details it might live for ever
+            await _take_over(runtime, row.sandbox, info)
+    except ForkdError as error:
+        runtime.endings[info.id] = f"it was replaced, and the other did not come up: {error}"
+        raise
+    runtime.observe("replaced", id=info.id, tag=row.sandbox.info.snapshot_tag)
+    return row.sandbox
+
+
+async def _take_over(runtime: Runtime, sandbox: Sandbox, info: SandboxInfo) -> None:
+    """Give a sandbox the details of another one."""
+    new = sandbox.info
     new.forked_from, new.branch_count, new.has_branched = info.forked_from, info.branch_count, info.has_branched
     new.best_effort = info.best_effort
     left = None if info.expires_at_unix is None else max(0.001, info.expires_at_unix - time.time())
@@ -208,15 +215,8 @@ async def _replace(runtime: Runtime, former: Sandbox, make: _Make) -> Sandbox:
         timeout_secs=left,
         idle_pause_secs=info.idle_pause_secs,
     )
-    try:
-        await dress(runtime, row.sandbox, details)
-    except ForkdError as error:  # without its details it might live for ever
-        runtime.endings[info.id] = f"it was replaced, and the other could not get its details: {error}"
-        await end_sandbox(row.sandbox)
-        raise
+    await dress(runtime, sandbox, details)
     new.timeout_secs = info.timeout_secs
-    runtime.observe("replaced", id=info.id, tag=new.snapshot_tag)
-    return row.sandbox
 
 
 def _like(info: SandboxInfo) -> ForkOptions:

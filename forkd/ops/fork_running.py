@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 import trio
 
 from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
 from forkd.ops.branch import branch, quickest_mode, source_of
-from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.ops.children import Child, or_ended
+from forkd.ops.fork import ForkOptions, fork, prepare
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
@@ -21,6 +25,8 @@ from forkd.specs.models import SandboxInfo
 from forkd.specs.requests import BranchRequest
 
 CANARY_TIMEOUT = 30.0
+Make = Callable[[int, ForkOptions], Awaitable[list[Child]]]
+"""Makes so many children."""
 
 
 async def fork_running(runtime: Runtime, sandbox_id: str, n: int, options: ForkOptions | None = None) -> list[Child]:
@@ -32,28 +38,45 @@ async def fork_running(runtime: Runtime, sandbox_id: str, n: int, options: ForkO
     """
     if not 1 <= n <= MAX_CHILDREN:
         raise BadInput(f"{n} children are not possible", hint=f"give 1 to {MAX_CHILDREN}")
-    sandbox = runtime.sandbox(sandbox_id)
-    source = source_of(sandbox)
-    chosen = options or ForkOptions()
-    engine = runtime.engine(source.manifest.platform.engine)
+    async with instant(runtime, runtime.sandbox(sandbox_id)) as make:
+        return await make(n, options or ForkOptions())
+
+
+@asynccontextmanager
+async def instant(
+    runtime: Runtime, sandbox: Sandbox, *, mode: str | None = None, why: str | None = None
+) -> AsyncIterator[Make]:
+    """An instant of a running sandbox, and what makes children of it: clones, or restored from a snapshot of it.
+
+    The latter where ``why`` says why clones would not do, or ``mode`` how to capture it, and where it cannot be cloned.
+    """
+    template: MachineTemplate | None = None
+    reason = f"mode {mode} was asked for" if mode is not None else why
+    if reason is None:
+        try:
+            canary, template = await _freeze(runtime, sandbox)
+        except TemplateRefused as error:
+            runtime.templates.counts.refusals += 1
+            reason = error.message
+    if template is None:
+        yield await _through_a_snapshot(runtime, sandbox, mode, reason or "")
+        return
     try:
-        if not isinstance(engine, TemplateEngine) or TEMPLATE not in (await engine.describe()).capabilities:
-            raise TemplateRefused("this engine cannot clone machines here")
-        if sandbox.info.network != "none" or sandbox.info.netns is not None:
-            raise TemplateRefused("its clones would have its namespace and network devices")
-        canary = await _canary(sandbox)
-        async with sandbox.capturing:
-            template = await engine.freeze(sandbox.machine, sandbox.slot, resume=True)
-    except TemplateRefused as error:
-        runtime.templates.counts.refusals += 1
-        return await _through_a_snapshot(runtime, sandbox, n, chosen, error.message)
-    try:
-        children = await _clone(runtime, sandbox, template, canary, n, chosen)
+        yield partial(_clone, runtime, sandbox, template, canary)
     finally:
         await template.close()
-    up = sum(child.sandbox is not None for child in children)
-    runtime.observe("fork_running", id=sandbox_id, asked=n, up=up, pause_ms=round(template.pause_ms, 3))
-    return children
+
+
+async def _freeze(runtime: Runtime, sandbox: Sandbox) -> tuple[Canary, MachineTemplate]:
+    engine = runtime.engine(source_of(sandbox).manifest.platform.engine)
+    if not isinstance(engine, TemplateEngine) or TEMPLATE not in (await engine.describe()).capabilities:
+        raise TemplateRefused("this engine cannot clone machines here")
+    if sandbox.info.network != "none" or sandbox.info.netns is not None:
+        raise TemplateRefused("its clones would have its namespace and network devices")
+    canary = await _canary(sandbox)
+    async with sandbox.capturing:
+        sandbox.check_stays()
+        return canary, await engine.freeze(sandbox.machine, sandbox.slot, resume=True)
 
 
 async def _canary(sandbox: Sandbox) -> Canary:
@@ -93,9 +116,11 @@ async def _clone(
         except ForkdError as error:
             children[index] = Child(index, None, error, template.pause_ms)
 
-    async with trio.open_nursery() as nursery:
+    async with or_ended(children), trio.open_nursery() as nursery:
         for index in range(n):
             nursery.start_soon(one, index)
+    up = sum(child.sandbox is not None for child in children)
+    runtime.observe("fork_running", id=sandbox.id, asked=n, up=up, pause_ms=round(template.pause_ms, 3))
     return children
 
 
@@ -117,13 +142,16 @@ def _info(sandbox: Sandbox, options: ForkOptions) -> SandboxInfo:
     )
 
 
-async def _through_a_snapshot(
-    runtime: Runtime, sandbox: Sandbox, n: int, options: ForkOptions, reason: str
-) -> list[Child]:
+async def _through_a_snapshot(runtime: Runtime, sandbox: Sandbox, mode: str | None, reason: str) -> Make:
     tag = f"fork-{sandbox.id}-{secrets.token_hex(2)}"
     labels = {**sandbox.info.labels, "made_by": "fork"}  # so that retention finds those whose children are gone
-    mode = (await quickest_mode(runtime, sandbox)).name
+    mode = mode or (await quickest_mode(runtime, sandbox)).name
     info = await branch(runtime, sandbox.id, BranchRequest(tag=tag, mode=mode, labels=labels))
+    await prepare(runtime, tag, ForkOptions())  # what can fail fails before anything is given up for the children
     warning = f"forked through the snapshot {tag}: {reason}"
-    chosen = replace(options, spawn="restore", warnings=(*options.warnings, warning))
-    return [replace(child, pause_ms=info.pause_exact_ms) for child in await fork(runtime, tag, n, chosen)]
+
+    async def make(n: int, options: ForkOptions) -> list[Child]:
+        chosen = replace(options, spawn="restore", warnings=(*options.warnings, warning))
+        return [replace(child, pause_ms=info.pause_exact_ms) for child in await fork(runtime, tag, n, chosen)]
+
+    return make

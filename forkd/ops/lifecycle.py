@@ -54,13 +54,19 @@ async def dress(runtime: Runtime, sandbox: Sandbox, details: SandboxDetails) -> 
     """Give a sandbox what ``details`` names; the rest stays. A time limit counts from now."""
     check_details(runtime, details, sandbox)
     info = sandbox.info
-    if details.limits is not None:
-        update_sandbox(runtime, sandbox.id, details.limits)
-    if details.env:
-        env = {**info.env, **details.env}
-        await sandbox.link.request({"op": "resume", "env": env}, timeout=30)
-        info.env = env
-    for name in ("name", "labels", "metadata"):
+    former = info.name
+    info.name = details.name or former  # before the guest is asked, so that nobody takes the name meanwhile
+    try:
+        if details.limits is not None:
+            update_sandbox(runtime, sandbox.id, details.limits)
+        if details.env:
+            env = {**info.env, **details.env}
+            await sandbox.link.request({"op": "resume", "env": env}, timeout=30)
+            info.env = env
+    except BaseException:
+        info.name = former
+        raise
+    for name in ("labels", "metadata"):
         if (value := getattr(details, name)) is not None:
             setattr(info, name, value)
     if details.timeout_secs is not None:

@@ -29,20 +29,19 @@ async def start_process(runtime: Runtime, sandbox_id: str, request: StartProcess
         table.check_room()
         if request.tag is not None:
             check_tag(request.tag)
-            if (known := table.find(request.tag)) is not None and known.running:
-                raise Conflict(f"process {known.pid} has the tag {request.tag!r}", hint="use another tag")
-        process = Process(args, request.tag, pty=size is not None, stdin=request.stdin or size is not None)
-        stream = sandbox.link.exec(
-            args,
-            env=request.env,
-            cwd=request.cwd,
-            user=request.user,
-            stdin=request.stdin,
-            timeout=request.timeout_secs,
-            pty=size,
-        )
-        await runtime.nursery.start(process.run, stream)
-        table.add(process)
+        with table.starting(request.tag):
+            process = Process(args, request.tag, pty=size is not None, stdin=request.stdin or size is not None)
+            stream = sandbox.link.exec(
+                args,
+                env=request.env,
+                cwd=request.cwd,
+                user=request.user,
+                stdin=request.stdin,
+                timeout=request.timeout_secs,
+                pty=size,
+            )
+            await runtime.nursery.start(process.run, stream)
+            table.add(process)
     runtime.observe("process", id=sandbox_id, pid=process.pid, args=args[:1])
     return process
 

@@ -26,7 +26,9 @@ async def remove_snapshot(
     """
     if cascade and force:
         raise BadInput("cascade and force exclude each other")
-    runtime.snapshots.path(tag)  # refuses a bad tag before anything is looked at
+    path = runtime.snapshots.path(tag)  # refuses a bad tag before anything is looked at
+    if runtime.failed.pop(tag, None) is not None and not path.exists():
+        return [tag]  # a branch that came to nothing: there was only the note of it
     doomed = await trio.to_thread.run_sync(_with_dependents, runtime, tag)
     if len(doomed) > 1 and not (cascade or force):
         dependents = await trio.to_thread.run_sync(runtime.snapshots.dependents, tag)

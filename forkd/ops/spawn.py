@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import trio
-
-from forkd.ops.fork import Child, ForkOptions, fork
-from forkd.ops.lifecycle import check_details, dress
+from forkd.ops.children import Child, dress_children
+from forkd.ops.fork import ForkOptions, fork
+from forkd.ops.lifecycle import check_details
 from forkd.runtime import Runtime
-from forkd.sandbox import end_sandbox
+from forkd.sandbox import end_sandboxes
 from forkd.specs.errors import BadInput
 from forkd.specs.requests import CreateSandboxes, SandboxDetails
 
@@ -29,16 +28,13 @@ async def spawn(runtime: Runtime, request: CreateSandboxes) -> list[Child]:
     if request.name is not None and request.n != 1:
         raise BadInput(f"one name for {request.n} sandboxes", hint="a name goes with n: 1")
     children = await fork(runtime, request.snapshot_tag, request.n, ForkOptions.of(request))
-    for child in children:
-        if child.sandbox is not None and details != SandboxDetails():
-            await dress(runtime, child.sandbox, details)
+    if details != SandboxDetails():
+        await dress_children(runtime, children, lambda index: [details])
     errors = [(child.index, child.error) for child in children if child.error is not None]
     alive = [child.sandbox for child in children if child.sandbox is not None]
     if not errors or (request.partial and alive):
         return children
-    async with trio.open_nursery() as nursery:
-        for sandbox in alive:
-            nursery.start_soon(end_sandbox, sandbox)
+    await end_sandboxes(alive)
     error = errors[0][1]
     error.details["failed"] = [{"index": index, **_told(child)} for index, child in errors]
     raise error

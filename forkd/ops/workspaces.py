@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
+import trio
 
 from forkd.inventory import Workspace
 from forkd.ops.branch import branch
+from forkd.ops.children import or_ended
 from forkd.ops.remove import remove_snapshot
 from forkd.ops.spawn import spawn
 from forkd.runtime import Runtime
@@ -50,23 +52,26 @@ async def create_workspace(runtime: Runtime, request: CreateWorkspace) -> Worksp
     with _held(runtime, request.name):
         if any(found.info.name == request.name for found in runtime.inventory.workspaces()):
             raise Conflict(f"workspace {request.name!r} exists already", hint="resume it, or delete it first")
-        sandbox = await _fork_one(runtime, request.snapshot_tag, request)
-        now = int(time.time())
-        info = WorkspaceInfo(
-            id=f"ws-{sandbox.id[:16]}",
-            name=request.name,
-            source_snapshot_tag=request.snapshot_tag,
-            live_sandbox_id=sandbox.id,
-            created_at_unix=now,
-            last_active_unix=now,
-        )
-        runtime.inventory.save_workspace(Workspace(info, request))
+        async with _forked(runtime, request.snapshot_tag, request) as sandbox:
+            now = int(time.time())
+            info = WorkspaceInfo(
+                id=f"ws-{sandbox.id[:16]}",
+                name=request.name,
+                source_snapshot_tag=request.snapshot_tag,
+                live_sandbox_id=sandbox.id,
+                created_at_unix=now,
+                last_active_unix=now,
+            )
+            runtime.inventory.save_workspace(Workspace(info, request))
     runtime.observe("workspace", name=request.name, status="running", id=sandbox.id)
     return info
 
 
 async def suspend_workspace(runtime: Runtime, name: str, *, diff: bool) -> WorkspaceInfo:
-    """Capture its sandbox, then end it. Whatever fails before the capture is safe, the sandbox runs on."""
+    """Capture its sandbox, then end it; between the two it stands still, and requests to it are refused.
+
+    Whatever fails before the capture is safe, the sandbox runs on.
+    """
     with _held(runtime, name):
         workspace = _find(runtime, name)
         info = _now(runtime, workspace)
@@ -75,16 +80,18 @@ async def suspend_workspace(runtime: Runtime, name: str, *, diff: bool) -> Works
         sandbox = runtime.sandbox(info.live_sandbox_id)
         deep = sandbox.source is not None and len(resolve(runtime.snapshots, sandbox.source.manifest.tag)) > MAX_DEPTH
         tag = _free_tag(runtime, name)
-        await branch(runtime, sandbox.id, BranchRequest(tag=tag, mode="diff" if diff and not deep else "full"))
-        workspace.info = msgspec.structs.replace(
-            workspace.info,
-            current_state_tag=tag,
-            status="suspended",
-            last_active_unix=int(time.time()),
-            last_branch_memory_path=sandbox.info.last_branch_memory_path,
-        )
-        workspace.made = _carried_over(workspace.made, sandbox)
-        runtime.inventory.save_workspace(workspace)
+        async with _halted(sandbox):
+            request = BranchRequest(tag=tag, mode="diff" if diff and not deep else "full")
+            await branch(runtime, sandbox.id, request, last=True)
+            workspace.info = msgspec.structs.replace(
+                workspace.info,
+                current_state_tag=tag,
+                status="suspended",
+                last_active_unix=int(time.time()),
+                last_branch_memory_path=sandbox.info.last_branch_memory_path,
+            )
+            workspace.made = _carried_over(workspace.made, sandbox)
+            runtime.inventory.save_workspace(workspace)
         await _finish_suspend(runtime, workspace)
     runtime.observe("workspace", name=name, status="suspended", tag=tag)
     return workspace.info
@@ -97,11 +104,15 @@ async def resume_workspace(runtime: Runtime, name: str) -> WorkspaceInfo:
         if _now(runtime, workspace).status == "running":
             raise BadInput(f"workspace {name!r} is running already")
         tag = workspace.info.current_state_tag or workspace.info.source_snapshot_tag
-        sandbox = await _fork_one(runtime, tag, workspace.made)
-        workspace.info = msgspec.structs.replace(
-            workspace.info, status="running", live_sandbox_id=sandbox.id, last_active_unix=int(time.time()), reason=None
-        )
-        runtime.inventory.save_workspace(workspace)
+        async with _forked(runtime, tag, workspace.made) as sandbox:
+            workspace.info = msgspec.structs.replace(
+                workspace.info,
+                status="running",
+                live_sandbox_id=sandbox.id,
+                last_active_unix=int(time.time()),
+                reason=None,
+            )
+            runtime.inventory.save_workspace(workspace)
     runtime.observe("workspace", name=name, status="running", id=sandbox.id)
     return workspace.info
 
@@ -125,6 +136,30 @@ async def settle_workspaces(runtime: Runtime) -> None:
             await _finish_suspend(runtime, workspace)
 
 
+@asynccontextmanager
+async def _halted(sandbox: Sandbox) -> AsyncIterator[None]:
+    """From its capture on the sandbox stands still, so that it acknowledges nothing its state does not have.
+
+    On a failure it goes on as it was, running or paused.
+    """
+    sandbox.check_stays()
+    sandbox.suspending = True
+    sandbox.users += 1  # it does not doze meanwhile
+    try:
+        yield
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            async with sandbox.capturing:  # a capture may be under way still, if this was cancelled
+                sandbox.suspending = False
+                if sandbox.info.status == "running":
+                    await sandbox.machine.resume()
+        raise
+    finally:
+        sandbox.users -= 1
+        sandbox.used = trio.current_time()
+        sandbox.changed.set()
+
+
 async def _finish_suspend(runtime: Runtime, workspace: Workspace) -> None:
     """The state is safe: end the sandbox, forget it, remove older states."""
     if sandbox := runtime.sandboxes.get(workspace.info.live_sandbox_id or ""):
@@ -136,10 +171,13 @@ async def _finish_suspend(runtime: Runtime, workspace: Workspace) -> None:
     await _remove_states(runtime, workspace.info.name, keep | {workspace.info.source_snapshot_tag})
 
 
-async def _fork_one(runtime: Runtime, tag: str, request: CreateWorkspace) -> Sandbox:
+@asynccontextmanager
+async def _forked(runtime: Runtime, tag: str, request: CreateWorkspace) -> AsyncIterator[Sandbox]:
+    """A workspace's sandbox, which is not left behind if it cannot be written down that it is one."""
     (child,) = await spawn(runtime, msgspec.structs.replace(request, snapshot_tag=tag, n=1, partial=False))
     assert child.sandbox is not None
-    return child.sandbox
+    async with or_ended([child]):
+        yield child.sandbox
 
 
 def _carried_over(made: CreateWorkspace, sandbox: Sandbox) -> CreateWorkspace:

@@ -13,7 +13,8 @@ class LifecycleMethods(Caller):
 
     async def fork(self, source: str, n: int = 1, **fields: Any) -> list[dict[str, Any]]:
         """Fork ``n`` children of a running sandbox or a snapshot (``per_child=[{"env", "labels", "name", "limits",
-        "timeout_secs"}]``, ``all_children=``, ``on_partial=``, ``deadline_secs=``, ``idempotency_key=``, ``mode=``).
+        "network", "allow", "timeout_secs"}]``, ``all_children=``, ``on_partial=``, ``deadline_secs=``,
+        ``idempotency_key=``, ``mode=``).
 
         With ``on_partial="keep"`` and a failed child, ControllerError has status 207 and its body both lists.
         """

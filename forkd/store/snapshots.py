@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from forkd.specs.tags import check_tag
 from forkd.store import files
 from forkd.store.locks import FileLock, brief, is_held
 
+log = logging.getLogger("forkd")
 MANIFEST = "snapshot.json"
 VMSTATE = "vmstate"
 IMAGE = "memory.bin"
@@ -92,9 +94,13 @@ class Stage:
         return Stored(self._target, manifest)
 
     def abandon(self) -> None:
-        """Remove whatever was staged; harmless after a commit."""
-        files.remove_tree(self.directory)
-        self._lock.release()
+        """Remove whatever was staged; harmless after a commit. What stays for now, the tag's next maker removes."""
+        try:
+            files.remove_tree(self.directory)
+        except OSError as error:  # a failing disk; whoever abandons has told what failed before
+            log.warning("%s is not wholly removed: %s", self.directory, error)
+        finally:
+            self._lock.release()
 
 
 class SnapshotStore:

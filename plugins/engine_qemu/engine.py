@@ -144,7 +144,7 @@ class QemuEngine:
         return await QemuTemplate.of(machine, die_with_owner=slot.die_with_owner, resume=resume)
 
     async def adopt(self, slot: Slot, pid: int, starttime: int) -> QemuMachine:
-        """Connect again to a QEMU that kept running."""
+        """Connect again to a QEMU that kept running. One that cannot be reached is ended: nobody could use it."""
         process = ProcessHandle.of_running(pid, starttime)
         if process is None:
             raise MachineGone(f"VMM {pid} of {slot.id} is gone")
@@ -152,10 +152,15 @@ class QemuEngine:
             qmp = Qmp(await connect(slot.directory, QMP_SOCKET))
             agent = await connect(slot.directory, AGENT_SOCKET)
             await qmp.negotiate()
+            machine = QemuMachine(process, qmp, agent, slot, *_ram(pid))
+            await machine.look_for_lent()
         except OSError as error:
+            process.kill()
+            await process.wait()
             raise MachineGone(f"VMM {pid} of {slot.id} does not answer: {error}") from error
-        machine = QemuMachine(process, qmp, agent, slot, *_ram(pid))
-        await machine.look_for_lent()
+        except BaseException:
+            process.close()
+            raise
         return machine
 
 

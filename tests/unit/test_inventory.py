@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -65,4 +66,43 @@ def test_a_vmm_that_has_just_ended_is_a_machine_gone(tmp_path: Path) -> None:
     sandbox = SimpleNamespace(id="sb-1", source=object(), machine=SimpleNamespace(pid=gone))
     with pytest.raises(MachineGone):
         inventory.save(cast(Any, sandbox))
+    inventory.close()
+
+
+def damage(path: Path, statement: str) -> SqliteInventory:
+    """An inventory with two workspaces, changed behind its back."""
+    inventory = SqliteInventory(path)
+    for name in ("a", "b"):
+        info = WorkspaceInfo(id=name, name=name, source_snapshot_tag="t", created_at_unix=1, last_active_unix=1)
+        inventory.save_workspace(Workspace(info, CreateWorkspace(name=name, snapshot_tag="t")))
+    inventory.close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(statement)
+    return SqliteInventory(path)
+
+
+@pytest.mark.parametrize("text", ["'{'", "CAST(x'ff' AS TEXT)"])
+def test_a_row_that_cannot_be_understood_is_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    inventory = damage(tmp_path / "inventory.db", f"UPDATE workspaces SET info = {text} WHERE name = 'a'")
+    inventory._db.execute(f"INSERT INTO sandboxes VALUES ('sb-1', 1, 1, {text}, '{{}}')")
+    assert [each.info.name for each in inventory.workspaces()] == ["b"]
+    assert inventory.rows() == []
+    assert "workspace a is left out" in caplog.text and "sandbox sb-1 is left out" in caplog.text
+    inventory.close()
+
+
+def test_a_damaged_page_is_said_in_our_words(tmp_path: Path) -> None:
+    path = tmp_path / "inventory.db"
+    damage(path, "PRAGMA wal_checkpoint(TRUNCATE)").close()
+    with closing(sqlite3.connect(path)) as db:
+        size = db.execute("PRAGMA page_size").fetchone()[0]
+        page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'workspaces'").fetchone()[0]
+    with open(path, "r+b") as out:
+        out.seek((page - 1) * size)
+        out.write(b"\xff" * size)
+    inventory = SqliteInventory(path)
+    with pytest.raises(Conflict, match="is no inventory"):
+        inventory.workspaces()
     inventory.close()

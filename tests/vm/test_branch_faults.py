@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -153,6 +154,24 @@ async def test_a_branch_nobody_waits_for_that_fails_is_listed_as_failed(small_st
         assert "no space" in info["warning"]
         await refused(controller, "later", "later", 404)
         assert (await controller.eval_code(child["id"], "len(blob) >> 20", 60))["result"] == "20"
+
+
+@pytest.mark.parametrize("mode", ["full", "diff", "live"])
+async def test_a_file_that_cannot_be_written_on_is_the_branchs_failure_and_the_source_runs_on(
+    controller: AsyncController, fresh_tag: Tags, mode: str
+) -> None:
+    (child,) = await controller.spawn_sandboxes(PARENT, 1)
+    await controller.eval_code(child["id"], "import os; blob = os.urandom(20 << 20); 1", 60)
+    tag, limits = fresh_tag("large"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(ControllerError) as failed:
+            await controller.branch_sandbox(child["id"], tag=tag, mode=mode)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (failed.value.status, failed.value.code) == (500, "capture_failed")
+    assert (await controller.eval_code(child["id"], "len(blob) >> 20", 60))["result"] == "20"
+    assert tag not in [row["tag"] for row in await controller.list_snapshots()]
 
 
 async def test_altered_parents_and_circles_are_named(

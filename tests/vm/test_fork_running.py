@@ -16,7 +16,8 @@ import trio
 
 from forkd.config import load_settings
 from forkd.ops.branch import branch
-from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.ops.children import Child
+from forkd.ops.fork import ForkOptions, fork
 from forkd.ops.fork_running import fork_running
 from forkd.ops.remove import remove_snapshot
 from forkd.plugins.engine_qemu.machine import QemuMachine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +16,8 @@ from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body,
 from forkd.ops import execute, lifecycle, limits
 from forkd.ops.awake import awake
 from forkd.ops.branch import branch
-from forkd.ops.fork import Child, ForkOptions
+from forkd.ops.children import Child, Told
+from forkd.ops.fork import ForkOptions
 from forkd.ops.fork_any import fork_any, promote, rollback
 from forkd.ops.fork_running import fork_running
 from forkd.ops.spawn import spawn
@@ -86,8 +88,8 @@ async def fork_one(request: Request) -> Response:
     return response
 
 
-def _children(request: Request, children: list[Child]) -> Response:
-    rows = [child.sandbox.info for child in children if child.sandbox is not None]
+def _children(request: Request, children: Sequence[Child | Told]) -> Response:
+    rows = [child.info for child in children if child.info is not None]
     note_of(request.scope)["ids"] = [row.id for row in rows]
     failed = [_failed_child(child.index, child.error) for child in children if child.error is not None]
     return reply(PartialSpawn(sandboxes=rows, failed=failed), 207) if failed else reply(rows, 201)
@@ -210,9 +212,15 @@ routes = [
         go_back,
         {200: SandboxInfo},
         body=RollbackRequest,
-        errors=(BadInput, SnapshotNotFound, Conflict, EngineError, *IN_SANDBOX),
+        errors=(BadInput, SnapshotNotFound, Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
     ),
-    route("POST", f"{ID}/promote", take_over, {200: SandboxInfo}, errors=(Conflict, EngineError, *IN_SANDBOX)),
+    route(
+        "POST",
+        f"{ID}/promote",
+        take_over,
+        {200: SandboxInfo},
+        errors=(Conflict, HostNotReady, NoSpace, EngineError, *IN_SANDBOX),
+    ),
     route(
         "POST",
         "/v1/sandboxes",

@@ -416,7 +416,7 @@ export interface RollbackRequest {
   tag: string;
 }
 
-/** What one child of a fork is given. `timeout_secs` counts from then; 0 means no limit. */
+/** What one child of a fork is given. `timeout_secs` counts from then; 0 means no limit. `network` and `allow` are for the fork verb, in place of the request's. */
 export interface SandboxDetails {
   name?: string | null;
   labels?: Record<string, string> | null;
@@ -425,6 +425,8 @@ export interface SandboxDetails {
   limits?: UpdateSandbox | null;
   timeout_secs?: number | null;
   idle_pause_secs?: number | null;
+  network?: string | null;
+  allow?: string[] | null;
 }
 
 /** How a sandbox differs from `against`, another one or a snapshot. `unread` are directories that could not be compared; `truncated`: there is more. Memory is what each has written since it was forked. */
