@@ -112,6 +112,8 @@ class _Exchange:
                 await self._drain()
         elif message["type"] == "websocket.http.response.start":
             self.status = message["status"]
+            # Hypercorn closes it, as it was to be upgraded: a client must not send its next request there.
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         elif message["type"] == "websocket.accept":
             self.status = 101
         elif message["type"] == "websocket.close" and not self.status:

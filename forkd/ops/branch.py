@@ -145,6 +145,11 @@ class _Branch:
         self.stored: Stored | None = None
         self.measured: MeasuredDelta | None = None
 
+    @property
+    def builds_on(self) -> str | None:
+        """The snapshot that must stay, for what is written is against it."""
+        return None if self._mode.name == "full" else self._source.manifest.tag
+
     async def run(self, task_status: trio.TaskStatus[Pause] = trio.TASK_STATUS_IGNORED) -> None:
         """Capture, commit; whatever fails, nothing half-made is left and the source runs."""
         with self._runtime.reading(self._source.manifest.tag):
@@ -254,6 +259,7 @@ def _writing_row(work: _Branch, pause: Pause | None) -> SnapshotInfo:
         status="writing",
         bootable=False,
         branched_from=work.sandbox.id,
+        parent_tag=work.builds_on,
         pause_ms=round(pause.pause_ms) if pause else None,
         pause_exact_ms=round(pause.pause_ms, 3) if pause else None,
     )

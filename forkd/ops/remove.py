@@ -41,6 +41,10 @@ async def remove_snapshot(
         doomed = [tag]
     else:
         _check(runtime, doomed, state_of)
+    if writing := sorted(row.tag for row in runtime.writing.values() if row.parent_tag in doomed):
+        raise SnapshotInUse(
+            f"{', '.join(writing)} is being written against {tag!r}", hint="wait until its status is ready"
+        )
     if unused and (why := in_use(runtime).get(tag)):
         raise SnapshotInUse(f"snapshot {tag!r} stays: {why}")
     for each in doomed:

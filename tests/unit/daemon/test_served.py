@@ -109,6 +109,7 @@ def test_a_websocket_without_a_token_gets_401_as_everything_does(
         assert refusal(client.get("/v1/sandboxes/sb-none/tcp/1")) == (401, "unauthorized")
         allowed = {"authorization": f"Bearer {TOKEN}"}
         assert refusal(client.get("/v1/sandboxes/sb-none/tcp/1", headers=allowed)) == (404, "sandbox_not_found")
+    daemon.stop()  # a line is written when its answer has been sent
     lines = (tmp_path / "data" / "audit.log").read_text().splitlines()
     assert [json.loads(line)["status"] for line in lines] == [401, 404]
 

@@ -15,7 +15,7 @@ from forkd.ops.describe import get_snapshot
 from forkd.ops.remove import remove_snapshot
 from forkd.runtime import MAX_NOTES, Notes, Runtime
 from forkd.specs.branch import Pause
-from forkd.specs.errors import CaptureFailed, SnapshotNotFound
+from forkd.specs.errors import CaptureFailed, SnapshotInUse, SnapshotNotFound
 from forkd.specs.requests import BranchRequest
 from forkd.store import files
 from tests.unit.ops.sandboxes import add_sandbox, scene
@@ -87,3 +87,32 @@ async def test_a_disk_that_does_not_even_remove_is_told_the_same(
             await branch(runtime, "sb-1", BranchRequest(tag="b", live=True))
     assert "is not wholly removed" in caplog.text
     runtime.snapshots.stage("b").abandon()
+
+
+class Slow:
+    """A mode that writes until it is told to stop, and then fails."""
+
+    name = "live"
+    needs: frozenset[str] = frozenset()
+    keeps_running = True
+
+    def __init__(self) -> None:
+        self.enough = trio.Event()
+
+    async def capture(self, machine: object, sink: object, step: object, task_status: trio.TaskStatus[Pause]) -> None:
+        task_status.started(Pause(1.0))
+        await self.enough.wait()
+        raise CaptureFailed("told to")
+
+
+@pytest.mark.parametrize("force", [False, True])
+async def test_what_a_branch_is_written_against_stays_until_it_is_written(runtime: Runtime, force: bool) -> None:
+    runtime.plugins.branch_modes["live"] = slow = cast(Any, Slow())
+    await branch(runtime, "sb-1", BranchRequest(tag="b", live=True, wait=False))
+    with pytest.raises(SnapshotInUse, match="b is being written against 'parent'"):
+        await remove_snapshot(runtime, "parent", force=force)
+    slow.enough.set()
+    with trio.fail_after(10):
+        while runtime.writing:
+            await trio.lowlevel.checkpoint()
+    assert await remove_snapshot(runtime, "parent", force=force) == ["parent"]
