@@ -76,7 +76,7 @@ def plan(
         if layer.content != content_id(layer):
             raise PackError(f"layer {layer.tag!r} was altered: its content id does not fit")
     verdict = signatures.judge(body, signed, trusted_keys(runtime), policy or runtime.settings.trust)
-    here = {entry.manifest.content: entry for entry in runtime.snapshots.entries() if isinstance(entry, Stored)}
+    here = {_identity(entry.manifest): entry for entry in runtime.snapshots.entries() if isinstance(entry, Stored)}
     missing: list[Snapshot] = []
     present: list[str] = []
     parent: ParentRef | None = None
@@ -84,7 +84,7 @@ def plan(
     for layer in manifest.layers:
         last = layer is manifest.layers[-1]
         name = head if last else layer.tag
-        found = here.get(layer.content)
+        found = here.get(_identity(layer))
         if found is not None and (not last or found.manifest.tag == name or tag is None):
             present.append(found.manifest.tag)
             parent = ParentRef(tag=found.manifest.tag, content=layer.content)
@@ -103,6 +103,11 @@ def plan(
         parent = ParentRef(tag=name, content=layer.content)
     kept = [entry for entry in here.values() if entry.manifest.tag != replaced]
     return Plan(manifest, missing, _local_files(runtime, missing, kept), replaced, verdict, again, present)
+
+
+def _identity(layer: Snapshot) -> tuple[str, str]:
+    """What a layer shares with one that is here if it is that one. No content id has the token that opens its guest."""
+    return layer.content, layer.agent_sync
 
 
 def check_replaced(runtime: Runtime, plan: Plan) -> None:

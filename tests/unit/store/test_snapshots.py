@@ -13,7 +13,7 @@ from forkd.specs.errors import BadTag, ChainBroken, NoSpace, SnapshotBroken, Sna
 from forkd.specs.models import FileRef, Hardware, MemoryRef, ParentRef, Platform, Snapshot
 from forkd.specs.tags import check_tag
 from forkd.store.chain import resolve
-from forkd.store.snapshots import Broken, SnapshotStore, Stored, content_id, decode
+from forkd.store.snapshots import Broken, SnapshotStore, Stored, content_id, decode, encode
 
 
 def manifest(tag: str, parent: Snapshot | None = None) -> Snapshot:
@@ -61,6 +61,13 @@ def test_a_stage_is_never_listed_and_leaves_nothing_when_abandoned(store: Snapsh
     assert store.entries() == []
     stage.abandon()
     assert [path.name for path in store.root.iterdir()] == [".lock"]
+
+
+def test_a_token_that_opens_no_agent_makes_a_snapshot_broken(store: SnapshotStore) -> None:
+    for token in ("", "zz", "0" * 31, "0" * 31 + "\n", "AB" * 16):
+        data = encode(msgspec.structs.replace(manifest("a"), agent_sync=token))
+        with pytest.raises(SnapshotBroken, match="agent_sync"):
+            decode("a", data)
 
 
 def test_a_tag_is_taken_while_it_is_being_made_and_after(store: SnapshotStore) -> None:
