@@ -22,15 +22,15 @@ from forkd.linux.filelock import file_lock
 from forkd.ops.blobfiles import expand
 from forkd.ops.keys import trusted_keys
 from forkd.ops.meter import ByteProgress, Meter, metered
-from forkd.ops.remove import remove_snapshot
+from forkd.ops.remove import give_way
 from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput, NoSpace, PackError, SnapshotInUse, SnapshotPinned, TagTaken
 from forkd.specs.models import ParentRef, Snapshot
 from forkd.specs.packs import Blob, PackManifest
 from forkd.specs.requests import UnpackRequest
 from forkd.specs.tags import check_tag
-from forkd.store import deltas, digests
-from forkd.store.snapshots import DELTA, IMAGE, PINNED, VMSTATE, Stored, content_id
+from forkd.store import deltas, digests, files
+from forkd.store.snapshots import DELTA, IMAGE, PINNED, VMSTATE, Stage, Stored, content_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,18 +220,24 @@ def _commit(runtime: Runtime, plan: Plan, staged: Mapping[str, Path], source: di
         for disk in layer.disks():
             if staged[disk.digest].exists():
                 runtime.disks.adopt(staged[disk.digest], disk)
-    if plan.replaced is not None:
-        trio.from_thread.run(remove_snapshot, runtime, plan.replaced)
-    for layer in plan.layers:
-        target = runtime.snapshots.stage(layer.tag)
-        try:
+    stages: list[tuple[Snapshot, Stage]] = []
+    try:
+        for layer in plan.layers:
+            target = runtime.snapshots.stage(layer.tag, replaces=layer.tag == plan.replaced)
+            stages.append((layer, target))
             memory = IMAGE if layer.memory.kind == "image" else DELTA
             _place(plan, staged, layer.vmstate.digest, target.directory / VMSTATE)
             _place(plan, staged, layer.memory.digest, target.directory / memory)
+        if plan.replaced is not None:
+            trio.from_thread.run(give_way, runtime, plan.replaced)
+        while stages:
+            layer, target = stages[0]
             target.commit(msgspec.structs.replace(layer, source=source))
-        except BaseException:
+            stages.pop(0)
+    except BaseException:
+        for _, target in stages:
             target.abandon()
-            raise
+        raise
 
 
 def _place(plan: Plan, staged: Mapping[str, Path], digest: str, target: Path) -> None:
@@ -247,9 +253,11 @@ def check_space(runtime: Runtime, plan: Plan, to_fetch: int = 0) -> None:
     """Refuse early what cannot fit: streams are what files take on disk, roughly, besides what is yet to be fetched."""
     needed = sum(blob.stream for blob in plan.wanted()) + to_fetch
     runtime.blobs.root.mkdir(parents=True, exist_ok=True)
-    if needed > (free := sparse.disk_free(runtime.blobs.root)):
+    kept = files.kept_free(runtime.blobs.root, runtime.settings.low_water_bytes)
+    if needed + kept > (free := sparse.disk_free(runtime.blobs.root)):
         raise NoSpace(
-            f"{needed >> 20} MiB are needed at {runtime.settings.data_dir}, {free >> 20} MiB are free",
+            f"{needed >> 20} MiB are needed at {runtime.settings.data_dir}, {free >> 20} MiB are free"
+            f" of which {kept >> 20} MiB are kept so",
             hint="free some space: forkd prune, forkd rmi, forkd cleanup",
         )
 

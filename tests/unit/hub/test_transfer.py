@@ -40,6 +40,7 @@ from forkd.specs.errors import (
 from forkd.specs.models import Hardware
 from forkd.specs.requests import PackRequest, PullRequest, PushRequest, UnpackRequest
 from forkd.specs.transport import Login
+from forkd.store import files
 from forkd.store.chain import resolve
 from tests.hub_support import MEM_MIB, Faulty, add_snapshot, faulty_server, quiet, runtime_at, tree
 from tests.oci_support import running_registry
@@ -516,6 +517,25 @@ async def test_a_head_that_takes_its_ancestors_name_leaves_the_ancestor_whole(
     with pytest.raises(SnapshotInUse, match="builds on it"):
         await pull(taker, PullRequest(target="acme/branch", hub=hub, tag=other, force=True), quiet)
     assert taker.snapshots.load(other).manifest.content == content
+
+
+async def test_a_snapshot_is_not_lost_when_what_shall_replace_it_does_not_fit(
+    maker: Runtime, taker: Runtime, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(maker, PushRequest(tag="base", target=f"{hub}/acme/base"), quiet)
+    old = add_snapshot(taker, "base", seed=99)
+    request = PullRequest(target="acme/base", hub=hub, force=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(taker.snapshots, "_low_water", 1 << 60)
+        with pytest.raises(NoSpace, match="kept free"):
+            await pull(taker, request, quiet)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "kept_free", lambda where, low_water: 1 << 60)
+        with pytest.raises(NoSpace, match="are kept so"):
+            await pull(taker, request, quiet)
+    assert taker.snapshots.load("base") == old and old.vmstate.exists()
+    await pull(taker, request, quiet)
+    same(maker, taker, "base")
 
 
 async def test_a_snapshot_replaced_by_one_that_shares_its_files_is_replaced(
