@@ -424,10 +424,12 @@ async def _each(blobs: list[Blob], work: Callable[[Blob], Awaitable[None]]) -> N
 
 
 def _pack_url(ref: Ref, given: str) -> str:
-    """The URL of a pack in an index: relative to the registry, or http(s). Never a file of this host."""
+    """The URL of a pack in an index: relative to the registry, or http(s). Never a file of this host, and as with
+    redirects nothing in the clear by the word of what was not."""
     url = given if "://" in given else f"{ref.base}/{given}"
     scheme = refs.scheme_of(url)
-    if ".." in given.split("/") or (scheme != ref.scheme and scheme not in ("http", "https")):
+    in_the_clear = scheme == "http" and ref.scheme not in ("http", "file")
+    if ".." in given.split("/") or (scheme != ref.scheme and scheme not in ("http", "https")) or in_the_clear:
         raise PackError(f"the registry's index names {given[:80]!r}, which is not for it to name")
     return url
 
