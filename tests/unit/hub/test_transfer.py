@@ -474,6 +474,10 @@ async def test_an_index_can_name_a_pack_and_its_disk_is_fetched_from_beside_it(
     index = {"schema_version": 1, "packages": {"a/b": {"versions": {"latest": {"url": "packs/base.tar.zst"}}}}}
     (tmp_path / "hub/registry.json").write_text(json.dumps(index))
     with faulty_server(tmp_path / "hub") as server:
+        for target in ("a/b", f"{server.url}/packs/base.tar.zst"):
+            checked = await check(taker, target, server.url)
+            assert (checked["layers"], checked["trust"]) == (["base"], "unsigned")
+        assert [path for path in taker.blobs.root.iterdir() if path.is_dir() or path.stat().st_size] == []
         result = await pull(taker, PullRequest(target="a/b", hub=server.url), quiet)
     assert result["added"] == ["base"]
     assert result["fetched_bytes"] > made["bytes"]
