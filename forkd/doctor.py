@@ -76,7 +76,8 @@ def _limits(host: Host) -> Iterator[Check]:
 def _network(host: Host) -> Iterator[Check]:
     if host.euid != 0:
         hint = "as root each child has a namespace with a default-deny firewall"
-        yield Check("per-child netns", "SKIP", "not root: networking is user-mode, inside the VMM", hint)
+        for name in ("ip_forward", "tap device", "per-child netns", "nftables"):
+            yield Check(name, "SKIP", "not root: networking is user-mode, inside the VMM", hint)
         return
     forward = host.read("/proc/sys/net/ipv4/ip_forward")
     fix = "forkd setup --host, or: sysctl -w net.ipv4.ip_forward=1"

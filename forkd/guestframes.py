@@ -18,6 +18,8 @@ SYNC_MARK = b"FORKDSYN"
 TOKEN_SIZE = NONCE_SIZE = 16
 MAX_FRAME = 256 * 1024
 MAX_RESPONSE = 8 * 1024 * 1024
+MAX_VALUES = 700_000
+"""Values a decoded object may have: as many as fit into the 1 MiB that an eval may answer."""
 WINDOW = 256 * 1024
 MAX_WINDOW = 1 << 31
 
@@ -87,10 +89,24 @@ def encode_object(message: dict[str, Any]) -> bytes:
 
 def decode_object(payload: bytes) -> dict[str, Any]:
     """A JSON object the guest sent; anything else is a GuestProtocolError."""
+    if len(payload) > MAX_VALUES and _count_values(payload) > MAX_VALUES:
+        raise GuestProtocolError(f"the guest sent an object of more than {MAX_VALUES} values")
     try:
         return msgspec.json.decode(payload, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise GuestProtocolError(f"the guest sent what is no JSON object: {error}") from error
+
+
+def _count_values(payload: bytes) -> int:
+    """At least how many values JSON has, told by what stands outside of its strings: decoded, 3 bytes can take 60."""
+    plain = payload.replace(b"\\\\", b"").replace(b'\\"', b"")
+    count = inside = 0
+    for start in range(0, len(plain), MAX_FRAME):
+        parts = plain[start : start + MAX_FRAME].split(b'"')
+        outside = b"".join(parts[inside::2])
+        count += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+        inside ^= (len(parts) - 1) & 1
+    return count
 
 
 class FrameReader:

@@ -56,6 +56,10 @@ CLOCK_ERROR_NS = 10_000_000
 GRACE = 10.0
 """Seconds an answer may be late beyond a time limit the guest itself keeps."""
 
+_MAX_IDLE = 10_000
+"""Frames a second that bring nothing: what they cost us is not theirs to give away, as no window counts them."""
+_MIN_PROGRESS = 4096
+"""What the agent gives or sends at least, but for the end of an answer: less does not count as progress."""
 _READ_SIZE = 64 * 1024
 _OUT_LIMIT = 1024 * 1024
 _ERRORS: dict[str, type[ForkdError]] = {
@@ -158,6 +162,8 @@ class GuestStream:
         self._id = 0
         self._input_credit = WINDOW
         self._parts = bytearray()
+        self._received = 0
+        """Bytes of an answer nobody waits for any more."""
         self._started: dict[str, Any] | None = None
         self._answer: dict[str, Any] | None = None
         self._left = False
@@ -176,6 +182,7 @@ class GuestStream:
     ) -> None:
         self._left = True
         self._inbox.clear()
+        self._received, self._parts, self._op = len(self._parts), bytearray(), {}
         if self._answer is None and self._cancels:
             # Queued, not awaited: leaving neither blocks nor can be cancelled.
             self._link._post(encode_frame(FrameType.CANCEL, self._id))
@@ -266,25 +273,38 @@ class GuestStream:
         if frame.type in _NAMES:
             self._inbox.put(frame.type, frame.payload, drop=self._left)
         elif frame.type == FrameType.CREDIT:
-            self._input_credit += decode_credit(frame.payload)
+            credit = decode_credit(frame.payload)
+            if credit < _MIN_PROGRESS:
+                self._link._idle()
+            self._input_credit += credit
             if self._input_credit > MAX_WINDOW:
                 raise GuestProtocolError("the guest granted more input than anybody has")
         elif frame.type == FrameType.STARTED and self._started is None:
             self._started = decode_object(frame.payload)
         elif frame.type in (FrameType.MORE, FrameType.RESPONSE):
-            self._parts += frame.payload
-            if len(self._parts) > MAX_RESPONSE:
-                raise GuestProtocolError(f"the guest sent an answer of more than {MAX_RESPONSE} bytes")
-            if frame.type == FrameType.RESPONSE:
-                answer = decode_object(bytes(self._parts))
-                if not isinstance(answer.get("ok"), bool):
-                    raise GuestProtocolError("the guest sent an answer without ok")
-                self._parts.clear()
-                self._answer = answer
+            self._on_answer(frame)
         else:
             raise GuestProtocolError(f"the guest sent {frame.type.name} where it makes no sense")
         self._wake.unpark_all()
         return self._answer is not None
+
+    def _on_answer(self, frame: Frame) -> None:
+        last = frame.type == FrameType.RESPONSE
+        if not last and (self._left or len(frame.payload) < _MIN_PROGRESS):
+            self._link._idle()
+        if self._left:
+            self._received += len(frame.payload)
+        else:
+            self._parts += frame.payload
+        if max(self._received, len(self._parts)) > MAX_RESPONSE:
+            raise GuestProtocolError(f"the guest sent an answer of more than {MAX_RESPONSE} bytes")
+        if not last:
+            return
+        answer = {"ok": False, "code": "cancelled"} if self._left else decode_object(bytes(self._parts))
+        if not isinstance(answer.get("ok"), bool):
+            raise GuestProtocolError("the guest sent an answer without ok")
+        self._parts.clear()
+        self._answer = answer
 
 
 class GuestLink:
@@ -313,6 +333,8 @@ class GuestLink:
         self._reason: ForkdError | None = None
         self.closed = trio.Event()
         self._owns_stream = True
+        self._idle_frames = 0
+        self._idle_since = -math.inf
         self._opened_ns = time.time_ns()
         self._resume: GuestStream | None = None
         if resume is not None:
@@ -607,7 +629,7 @@ class GuestLink:
         if self._hello is None:
             self._on_hello(frame)
         elif frame.type == FrameType.NOOP:
-            pass
+            self._idle()
         elif frame.stream in self._streams:
             if self._streams[frame.stream]._on_frame(frame):
                 del self._streams[frame.stream]
@@ -616,6 +638,15 @@ class GuestLink:
             raise GuestProtocolError(f"the guest gave up the session: {why!s:.200}")
         else:
             raise GuestProtocolError(f"the guest sent {frame.type.name} on stream {frame.stream}, which is not open")
+
+    def _idle(self) -> None:
+        """Count a frame that brings nothing. Raises GuestProtocolError where a second has too many."""
+        self._idle_frames += 1
+        if self._idle_frames > _MAX_IDLE:
+            now = trio.current_time()
+            if now - self._idle_since < 1.0:
+                raise GuestProtocolError(f"the guest sent {_MAX_IDLE} frames that say nothing within a second")
+            self._idle_frames, self._idle_since = 0, now
 
     def _on_hello(self, frame: Frame) -> None:
         if frame.type != FrameType.HELLO or frame.stream != 0:

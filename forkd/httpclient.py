@@ -163,7 +163,8 @@ class HttpClient:
             origin, asked_again = _origin(url), False
             redirects = 0
             while True:
-                own = await auth.headers() if _origin(url) == origin else {}
+                ours = _origin(url) == origin
+                own = await auth.headers() if ours else {}
                 sent = {"accept-encoding": "identity", **headers, **own}
                 content = body(0) if body is not None else None
                 async with client.stream(method, url, headers=sent, content=content) as response:
@@ -171,7 +172,7 @@ class HttpClient:
                         redirects += 1
                         url = _redirected(method, url, response, redirects)
                         continue
-                    if response.status_code == 401 and 401 not in accept and not asked_again:
+                    if response.status_code == 401 and 401 not in accept and ours and not asked_again:
                         asked_again = True
                         if await auth.refused(response.headers.get("www-authenticate", "")):
                             continue

@@ -80,7 +80,7 @@ class AllowList:
         return cls(tuple(ipaddress.collapse_addresses(networks)), tuple(domains))
 
 
-def check_network(mode: str, allow: Sequence[str], *, has_device: bool, root: bool) -> list[str]:
+def check_network(mode: str, allow: Sequence[str], *, has_device: bool, root: bool, user_mode: bool) -> list[str]:
     """Raise for a network that cannot be had; what the user should know about the one there will be."""
     if mode not in MODES:
         raise BadInput(f"network is {mode[:40]!r}", hint=f"use {', '.join(MODES)}")
@@ -97,7 +97,15 @@ def check_network(mode: str, allow: Sequence[str], *, has_device: bool, root: bo
         return []
     if mode == "allowlist":
         raise CapabilityMissing("an allow-list needs root: user-mode networking cannot filter", hint="use nat or none")
-    return ["user-mode networking: the guest can reach services on this host's loopback; as root it cannot"]
+    if not user_mode:
+        raise CapabilityMissing(
+            "this engine has no user-mode networking, and without root there is no other",
+            hint="run forkd as root, use network none, or a snapshot made with the engine qemu",
+        )
+    return [
+        "user-mode networking: the guest can reach services on this host's loopback and link-local addresses"
+        " (metadata of clouds); as root it cannot"
+    ]
 
 
 def check_host_tap(name: str) -> str:

@@ -28,6 +28,7 @@ table inet forkd {{
   chain forward {{
     type filter hook forward priority -10; policy accept;
     iifname "fkd*" oifname "fkd*" drop
+    iifname "fkd*" ip saddr != {pool} drop
     iifname "fkd*" ip daddr 169.254.0.0/16 drop
     iifname "fkd*" meta nfproto ipv6 drop
     oifname "fkd*" ct state != {{ established, related }} drop
@@ -48,7 +49,11 @@ MAX_QUESTIONS = 200
 
 
 def child_rules(mode: str, networks: Sequence[str], pool: str) -> str:
-    """The rules inside one namespace, which go when it goes. Everything is refused but what is named, and at once."""
+    """The rules inside one namespace, which go when it goes. Everything is refused but what is named, and at once.
+
+    A frame that says it is from anybody but the guest goes before all of them: what answers it, be it the resolver or
+    a refusal, would carry the guest's words to whom it named.
+    """
     elements = f"elements = {{ {', '.join(networks)} }}" if networks else ""
     verdict = "goto out" if mode == "nat" else "ip daddr @networks goto out\n    ip daddr @names goto out"
     question = f'iifname "{TAP}" ip daddr {GATEWAY} udp dport 53'
@@ -56,11 +61,14 @@ def child_rules(mode: str, networks: Sequence[str], pool: str) -> str:
 table inet forkd {{
   set networks {{ type ipv4_addr; flags interval; {elements} }}
   set names {{ type ipv4_addr; flags timeout; size 4096; }}
+  chain prerouting {{
+    type filter hook prerouting priority -300; policy accept;
+    iifname "{TAP}" ip saddr != {GUEST} drop
+  }}
   chain forward {{
     type filter hook forward priority 0; policy drop;
     ct state established,related accept
     iifname != "{TAP}" drop
-    ip saddr != {GUEST} drop
     meta nfproto ipv6 drop
     ip daddr {{ {NEVER}, {pool} }} reject with icmp type admin-prohibited
     {verdict}

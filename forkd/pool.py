@@ -133,7 +133,11 @@ class Pools:
             if self.pools.get(pool.tag) is not pool:
                 return
             pool.claimed = trio.Event()
-            await self.tend(runtime, pool)
+            try:
+                await self.tend(runtime, pool)
+            except Exception as error:  # nobody waits for it: the next round tries again
+                pool.problem = f"it failed unexpectedly: {error}"
+                log.exception("the pool of %s cannot be tended", pool.tag)
 
 
 async def end_waiting(slots: SlotOwner, waiting: Waiting) -> None:

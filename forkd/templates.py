@@ -110,7 +110,7 @@ class Templates:
             self._asked[recipe.key] += 1
             if n < AUTO_CHILDREN:
                 if self._asked[recipe.key] >= AUTO_REQUESTS:
-                    runtime.nursery.start_soon(self._make, runtime, recipe)
+                    runtime.nursery.start_soon(self._make_beside, runtime, recipe)
                 return None, None
         kept = await self._make(runtime, recipe)
         return kept, None if kept else self.refused.get(recipe.key)
@@ -164,6 +164,14 @@ class Templates:
             self._tidying = True
             runtime.nursery.start_soon(self._tidy, runtime)
         return kept
+
+    async def _make_beside(self, runtime: Runtime, recipe: Recipe) -> None:
+        """Make it for those who ask next. Nobody waits for it: whatever goes wrong ends here and is not tried again."""
+        try:
+            await self._make(runtime, recipe)
+        except Exception as error:
+            self.refused[recipe.key] = f"it failed unexpectedly: {error}"
+            log.exception("no template of %s", recipe.content[:19])
 
     def _drop(self, runtime: Runtime, kept: Kept) -> None:
         del self.kept[kept.key]

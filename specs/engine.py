@@ -19,6 +19,8 @@ TEMPLATE = "template"
 IDLE_NIC = "idle_nic"
 """Capability: a machine's network device may be connected to nothing; without it, it needs a tap always."""
 
+USER_NETWORK = "user_network"
+"""Capability: the VMM has a network stack of its own, for ``Slot.user_network``."""
 VOLUMES = "volumes"
 """Capability: a machine can have disks besides the rootfs."""
 

@@ -98,6 +98,13 @@ class ForeignOrigin(ForkdError):
     http_status = 403
 
 
+class TokenTooNarrow(ForkdError):
+    """The token is good, but for the registry alone."""
+
+    code = "token_too_narrow"
+    http_status = 403
+
+
 # -- things that are not there ---------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -61,6 +61,10 @@ class Volume(msgspec.Struct, frozen=True, kw_only=True):
     read_only: bool = False
 
 
+AgentToken = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
+"""What opens a session with an agent (formats/agent.md): 16 bytes, in hexadecimal."""
+
+
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """``snapshot.json``: written last, so a directory that has it is whole."""
 
@@ -75,7 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     memory: MemoryRef
     rootfs: FileRef | None = None
     kernel: FileRef | None = None
-    agent_sync: str
+    agent_sync: AgentToken
     parent: ParentRef | None = None
     branched_from: str | None = None
     image: str | None = None

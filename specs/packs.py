@@ -18,10 +18,11 @@ MAX_SIGNATURES = 8
 MAX_BLOB = 1 << 40
 MAX_VMSTATE = 256 << 20
 MAX_DISK = 256 << 30
-MAX_RATIO = 1000
-"""A stream may be this many times as long as its blob …"""
+MAX_RATIO = 1 << 15
+"""A stream may be this many times as long as its blob: zstd says 128 KiB of the same byte in four. A bomb is refused by
+what it is for, as no stream may be longer than twice its file. And …"""
 RATIO_SLACK = 16 << 20
-"""… and this much longer, because small things compress without measure."""
+"""… this much longer, because small things compress without measure."""
 MAX_WINDOW = 1 << 23
 """What a decompressor may be made to keep in memory."""
 

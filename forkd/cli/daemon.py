@@ -10,7 +10,7 @@ from forkd.cli.common import fail, first_of
 @click.command("daemon")
 @click.option("--bind", help="HOST:PORT for TCP, or none; default 127.0.0.1:8889. [env: FORKD_BIND]")
 @click.option("--socket", help="Unix socket, or none; default forkd.sock in the data directory. [env: FORKD_SOCKET]")
-@click.option("--token-file", help="Tokens, one a line: TOKEN, or NAME TOKEN. [env: FORKD_TOKEN_FILE]")
+@click.option("--token-file", help="Tokens, one a line: TOKEN, or NAME TOKEN [hub] (pulls). [env: FORKD_TOKEN_FILE]")
 @click.option("--tls-cert", help="PEM certificate; with --tls-key TCP speaks https. [env: FORKD_TLS_CERT]")
 @click.option("--tls-key", help="PEM key of the certificate. [env: FORKD_TLS_KEY]")
 @click.option("--audit-log", help="File for one JSON line a request, or none. [env: FORKD_AUDIT_LOG]")

@@ -9,39 +9,57 @@ import os
 import stat
 from urllib.parse import urlsplit
 
-from forkd.specs.errors import BadInput, ForeignOrigin, Unauthorized
+from forkd.specs.errors import BadInput, ForeignOrigin, TokenTooNarrow, Unauthorized
 
+HUB = "hub"
+"""The one scope a token can be narrowed to."""
 MIN_LENGTH = 16
 MIN_DISTINCT = 6
 PLACEHOLDERS = ("replace_me", "change_me", "changeme", "your_token", "your-token")
 
 
 class Tokens:
-    """The tokens of a file: one a line, ``TOKEN`` or ``NAME TOKEN``; ``#`` begins a comment."""
+    """The tokens of a file: one a line, ``TOKEN`` or ``NAME TOKEN``; ``#`` begins a comment.
+
+    ``NAME TOKEN hub`` is for a host that pulls from this one's registry: it reads what is below ``/hub/``, no more.
+    """
 
     def __init__(self, path: str) -> None:
         """Read the file. Raises BadInput for a file or token that protects nothing."""
         self._path = path
         self._digests: dict[str, bytes] = {}
+        self._narrow: set[str] = set()
         self.reload()
 
     def reload(self) -> None:
         """Read the file again; if it is no good any more, the tokens stay as they are and BadInput is raised."""
         digests: dict[str, bytes] = {}
+        narrow: set[str] = set()
         for number, line in enumerate(_read(self._path).splitlines(), 1):
             words = line.partition("#")[0].split()
             if not words:
                 continue
-            if len(words) > 2:
-                raise BadInput(f"{self._path}:{number}: neither TOKEN nor NAME TOKEN")
-            name, token = words if len(words) == 2 else ("default", words[0])
+            if len(words) > 3 or words[2:] not in ([], [HUB]):
+                raise BadInput(f"{self._path}:{number}: neither TOKEN nor NAME TOKEN nor NAME TOKEN {HUB}")
+            name, token = words[:2] if len(words) > 1 else ("default", words[0])
             if name in digests:
                 raise BadInput(f"{self._path}:{number}: a second token named {name!r}", hint="write NAME TOKEN")
             _check_strength(f"{self._path}:{number}", token)
             digests[name] = _digest(token)
+            if words[2:]:
+                narrow.add(name)
         if not digests:
             raise BadInput(f"{self._path} has no token", hint="make one: openssl rand -hex 32")
-        self._digests = digests
+        self._digests, self._narrow = digests, narrow
+
+    def admit(self, header: str | None, method: str, path: str) -> str:
+        """The name of the token behind a request. Raises Unauthorized, TokenTooNarrow."""
+        name = self.name_of(header)
+        if name in self._narrow and (method not in ("GET", "HEAD") or not path.startswith(f"/{HUB}/")):
+            raise TokenTooNarrow(
+                f"the token {name!r} only reads what is below /{HUB}/", hint="use a token without a scope for the API"
+            )
+        return name
 
     def name_of(self, header: str | None) -> str:
         """The name of the token in an Authorization header. Takes as long whichever fits. Raises Unauthorized."""

@@ -80,7 +80,7 @@ KINDS: dict[str, type[Any]] = {field.name: type(field.default) for field in PLAI
 EXPLAINED = {
     "bind": "HOST:PORT for TCP, or none. Anything but a loopback address needs token_file.",
     "socket": "Path of the unix socket (empty: forkd.sock in the data directory), or none. Its owner needs no token.",
-    "token_file": "File with one token a line, or NAME TOKEN; mode 600.",
+    "token_file": "File with one token a line, or NAME TOKEN, or NAME TOKEN hub (only pulls, from /hub/); mode 600.",
     "tls_cert": "PEM certificate; with tls_key TCP speaks https.",
     "tls_key": "PEM key of the certificate.",
     "audit_log": "File for one JSON line a request (empty: audit.log in the data directory), or none.",

@@ -49,7 +49,7 @@ class Gate:
             self._record(scope, headers, exchange.status, time.monotonic() - began)
 
     def _caller(self, scope: Scope, headers: Headers) -> str | None:
-        """The name of whoever asks. Raises Unauthorized, ForeignOrigin."""
+        """The name of whoever asks. Raises Unauthorized, TokenTooNarrow, ForeignOrigin."""
         if scope["client"] is None:
             return "owner"
         if self.tokens is None:
@@ -57,7 +57,9 @@ class Gate:
             # Pages of a guest have no origin, as the port proxy confines them; they may ask their own server.
             check_local(headers.get("host"), None if origin == "null" and is_proxied(scope["path"]) else origin)
             return None
-        return None if scope["path"] in self.public else self.tokens.name_of(headers.get("authorization"))
+        if scope["path"] in self.public:
+            return None
+        return self.tokens.admit(headers.get("authorization"), scope.get("method", "WEBSOCKET"), scope["path"])
 
     async def _refuse(self, scope: Scope, exchange: _Exchange, error: ForkdError) -> None:
         body, status = error_body(error)

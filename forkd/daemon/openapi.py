@@ -12,7 +12,7 @@ import msgspec
 
 from forkd import __version__
 from forkd.daemon.api import ApiRoute, ErrorBody, Errors
-from forkd.specs.errors import ForeignOrigin, ForkdError, Unauthorized
+from forkd.specs.errors import ForeignOrigin, ForkdError, TokenTooNarrow, Unauthorized
 
 REFS = "#/components/schemas/{name}"
 
@@ -108,7 +108,7 @@ def _responses(route: ApiRoute, schemas: dict[str, Any]) -> dict[str, Any]:
         success = answers.setdefault("200", {"description": about})
         success.setdefault("content", {})["application/x-ndjson"] = {}
     reasons: dict[int, list[type[ForkdError]]] = defaultdict(list)
-    listed: Errors = (*route.errors, Unauthorized, ForeignOrigin)
+    listed: Errors = (*route.errors, Unauthorized, ForeignOrigin, TokenTooNarrow)
     for error in listed:
         if error not in reasons[error.http_status]:
             reasons[error.http_status].append(error)

@@ -19,7 +19,7 @@ from forkd.pool import Waiting
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
-from forkd.specs.engine import IDLE_NIC, Machine, RestoreSpec, Slot
+from forkd.specs.engine import IDLE_NIC, USER_NETWORK, Machine, RestoreSpec, Slot
 from forkd.specs.errors import BadInput, EngineError, ForkdError, GuestError, OutOfMemory, SnapshotNotReady
 from forkd.specs.memory import MemoryLease
 from forkd.specs.models import SandboxInfo
@@ -121,8 +121,15 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
     stored, recipe = prepared.stored, prepared.recipe
     manifest, engine = stored.manifest, recipe.engine
     has_device = manifest.hardware.network
-    tap = has_device and IDLE_NIC not in (await engine.describe()).capabilities
-    notes = check_network(options.network, options.allow, has_device=has_device, root=runtime.slots.networks.root)
+    able = (await engine.describe()).capabilities
+    tap = has_device and IDLE_NIC not in able
+    notes = check_network(
+        options.network,
+        options.allow,
+        has_device=has_device,
+        root=runtime.slots.networks.root,
+        user_mode=USER_NETWORK in able,
+    )
     spawn = _spawn(runtime, options)
     if options.needs_restore is None:
         kept, why = await runtime.templates.pick(runtime, recipe, n, spawn)

@@ -11,7 +11,7 @@ import trio
 from forkd.hub import pack as packs
 from forkd.hub import refs, registry, signatures
 from forkd.ops.keys import login_for, sign_document
-from forkd.ops.transfer import fetch_manifest, find_version, transport_for
+from forkd.ops.transfer import read_manifest, transport_for
 from forkd.ops.unpack import plan
 from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput, SnapshotIncompatible
@@ -48,12 +48,7 @@ async def list_packages(runtime: Runtime, hub: str | None, words: str = "") -> l
 async def check(runtime: Runtime, target: str, hub: str | None) -> dict[str, Any]:
     """Whether a package would run here, who signed it and how much would be fetched; only its manifest is read."""
     ref = refs.parse(target, hub or runtime.settings.hub_url)
-    if ref.pack_url is not None:
-        raise BadInput("a pack file cannot be checked without fetching it", hint="pull it, or check a package")
-    entry = await find_version(runtime, ref)
-    if entry.url is not None:
-        raise BadInput(f"{ref} is a pack file and cannot be checked without fetching it", hint="pull it")
-    body, signed = await fetch_manifest(runtime, ref, entry)
+    body, signed = await read_manifest(runtime, ref)
     planned = plan(runtime, body, signed, tag=None, force=True, policy="warn")
     head = planned.manifest.layers[-1]
     runs, why = await _runs_here(runtime, head)

@@ -73,13 +73,16 @@ async def ensure_blob(runtime: Runtime, source: Source, meter: Meter) -> Blob:
     return await trio.to_thread.run_sync(_compress, runtime, source, meter)
 
 
+THREADS = 4
+"""More take tens of MiB each for what the disk gives slower anyway."""
+
+
 def _compress(runtime: Runtime, source: Source, meter: Meter) -> Blob:
     store = runtime.blobs
+    threads = min(os.cpu_count() or 1, THREADS)
     with store.stage() as directory:
         with open(directory / "blob", "xb") as out:
-            blob = compress(
-                source.kind, source.path, source.digest, source.size, out, os.cpu_count() or 1, advance=meter.add
-            )
+            blob = compress(source.kind, source.path, source.digest, source.size, out, threads, advance=meter.add)
         store.adopt(directory / "blob", blob.sha256)
         store.remember(blob)
     store.evict()

@@ -52,6 +52,14 @@ async def remove_snapshot(
     return doomed
 
 
+async def give_way(runtime: Runtime, tag: str) -> None:
+    """Let go of a snapshot whose name another is about to take. Refused as its removal would be; its files stay."""
+    if dependents := await trio.to_thread.run_sync(runtime.snapshots.dependents, tag):
+        raise SnapshotInUse(f"{tag!r} cannot be replaced: {', '.join(dependents)} build on it", dependents=dependents)
+    _check(runtime, [tag], None)
+    await _let_go(runtime, tag)
+
+
 def in_use(runtime: Runtime) -> dict[str, str]:
     """Why snapshots are needed, besides what builds on them: a sandbox, template, pool, workspace or verb at work."""
     found = {tag: "something reads it just now" for tag in runtime.readers}
@@ -95,6 +103,13 @@ def _check(runtime: Runtime, tags: list[str], state_of: str | None) -> None:
 
 
 async def _remove(runtime: Runtime, tag: str, force: bool) -> None:
+    await _let_go(runtime, tag)
+    await trio.to_thread.run_sync(lambda: runtime.snapshots.remove(tag, force=force))
+    runtime.observe("remove", tag=tag)
+
+
+async def _let_go(runtime: Runtime, tag: str) -> None:
+    """Nothing kept for a snapshot's next children is kept any longer."""
     await runtime.pools.resize(runtime, tag, 0)
     try:
         content = runtime.snapshots.load(tag).manifest.content
@@ -102,8 +117,6 @@ async def _remove(runtime: Runtime, tag: str, force: bool) -> None:
         runtime.templates.forget(runtime, content)
     except SnapshotBroken:
         pass  # nothing was ever made from it
-    await trio.to_thread.run_sync(lambda: runtime.snapshots.remove(tag, force=force))
-    runtime.observe("remove", tag=tag)
 
 
 def _workspaces(runtime: Runtime) -> list[Workspace]:

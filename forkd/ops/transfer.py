@@ -179,14 +179,29 @@ async def _push_file(runtime: Runtime, url: str, request: PushRequest, progress:
 async def pull(runtime: Runtime, request: PullRequest, progress: ByteProgress) -> dict[str, Any]:
     """Fetch a snapshot with all it builds on; what is here already, whole or in part, is not fetched again."""
     ref = refs.parse(request.target, request.hub or runtime.settings.hub_url)
-    url, sha256 = ref.pack_url, None
+    url, entry = await locate(runtime, ref)
     if url is None:
-        entry = await find_version(runtime, ref)
-        if entry.url is not None:
-            url, sha256 = _pack_url(ref, entry.url), entry.sha256 and entry.sha256.lower()
-        else:
-            return await _pull_package(runtime, ref, entry, request, progress)
-    return await _pull_file(runtime, url, sha256, request, progress)
+        return await _pull_package(runtime, ref, entry, request, progress)
+    return await _pull_file(runtime, url, entry.sha256 and entry.sha256.lower(), request, progress)
+
+
+async def locate(runtime: Runtime, ref: Ref) -> tuple[str | None, Version]:
+    """The URL of the pack file a reference leads to, None if it is a package; what the index says about it."""
+    if ref.pack_url is not None:
+        return ref.pack_url, Version()
+    entry = await find_version(runtime, ref)
+    return None if entry.url is None else _pack_url(ref, entry.url), entry
+
+
+async def read_manifest(runtime: Runtime, ref: Ref) -> tuple[bytes, list[signatures.Signature]]:
+    """The manifest of what a reference leads to, and its signatures; of a pack file only the beginning is fetched."""
+    url, entry = await locate(runtime, ref)
+    if url is None:
+        return await fetch_manifest(runtime, ref, entry)
+    read = partial(transport_for(runtime, refs.scheme_of(url)).read_file, url, login_for(runtime, url))
+    with runtime.blobs.stage() as stage:
+        head = await _fetch_head(runtime, stage / "head", read)
+    return head.body, head.signatures
 
 
 async def find_version(runtime: Runtime, ref: Ref) -> Version:
@@ -424,10 +439,12 @@ async def _each(blobs: list[Blob], work: Callable[[Blob], Awaitable[None]]) -> N
 
 
 def _pack_url(ref: Ref, given: str) -> str:
-    """The URL of a pack in an index: relative to the registry, or http(s). Never a file of this host."""
+    """The URL of a pack in an index: relative to the registry, or http(s). Never a file of this host, and as with
+    redirects nothing in the clear by the word of what was not."""
     url = given if "://" in given else f"{ref.base}/{given}"
     scheme = refs.scheme_of(url)
-    if ".." in given.split("/") or (scheme != ref.scheme and scheme not in ("http", "https")):
+    in_the_clear = scheme == "http" and ref.scheme not in ("http", "file")
+    if ".." in given.split("/") or (scheme != ref.scheme and scheme not in ("http", "https")) or in_the_clear:
         raise PackError(f"the registry's index names {given[:80]!r}, which is not for it to name")
     return url
 

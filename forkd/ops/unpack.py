@@ -22,15 +22,15 @@ from forkd.linux.filelock import file_lock
 from forkd.ops.blobfiles import expand
 from forkd.ops.keys import trusted_keys
 from forkd.ops.meter import ByteProgress, Meter, metered
-from forkd.ops.remove import remove_snapshot
+from forkd.ops.remove import give_way
 from forkd.runtime import Runtime
 from forkd.specs.errors import BadInput, NoSpace, PackError, SnapshotInUse, SnapshotPinned, TagTaken
 from forkd.specs.models import ParentRef, Snapshot
 from forkd.specs.packs import Blob, PackManifest
 from forkd.specs.requests import UnpackRequest
 from forkd.specs.tags import check_tag
-from forkd.store import deltas, digests
-from forkd.store.snapshots import DELTA, IMAGE, PINNED, VMSTATE, Stored, content_id
+from forkd.store import deltas, digests, files
+from forkd.store.snapshots import DELTA, IMAGE, PINNED, VMSTATE, Stage, Stored, content_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def plan(
         if layer.content != content_id(layer):
             raise PackError(f"layer {layer.tag!r} was altered: its content id does not fit")
     verdict = signatures.judge(body, signed, trusted_keys(runtime), policy or runtime.settings.trust)
-    here = {entry.manifest.content: entry for entry in runtime.snapshots.entries() if isinstance(entry, Stored)}
+    here = {_identity(entry.manifest): entry for entry in runtime.snapshots.entries() if isinstance(entry, Stored)}
     missing: list[Snapshot] = []
     present: list[str] = []
     parent: ParentRef | None = None
@@ -84,7 +84,7 @@ def plan(
     for layer in manifest.layers:
         last = layer is manifest.layers[-1]
         name = head if last else layer.tag
-        found = here.get(layer.content)
+        found = here.get(_identity(layer))
         if found is not None and (not last or found.manifest.tag == name or tag is None):
             present.append(found.manifest.tag)
             parent = ParentRef(tag=found.manifest.tag, content=layer.content)
@@ -103,6 +103,11 @@ def plan(
         parent = ParentRef(tag=name, content=layer.content)
     kept = [entry for entry in here.values() if entry.manifest.tag != replaced]
     return Plan(manifest, missing, _local_files(runtime, missing, kept), replaced, verdict, again, present)
+
+
+def _identity(layer: Snapshot) -> tuple[str, str]:
+    """What a layer shares with one that is here if it is that one. No content id has the token that opens its guest."""
+    return layer.content, layer.agent_sync
 
 
 def check_replaced(runtime: Runtime, plan: Plan) -> None:
@@ -215,18 +220,24 @@ def _commit(runtime: Runtime, plan: Plan, staged: Mapping[str, Path], source: di
         for disk in layer.disks():
             if staged[disk.digest].exists():
                 runtime.disks.adopt(staged[disk.digest], disk)
-    if plan.replaced is not None:
-        trio.from_thread.run(remove_snapshot, runtime, plan.replaced)
-    for layer in plan.layers:
-        target = runtime.snapshots.stage(layer.tag)
-        try:
+    stages: list[tuple[Snapshot, Stage]] = []
+    try:
+        for layer in plan.layers:
+            target = runtime.snapshots.stage(layer.tag, replaces=layer.tag == plan.replaced)
+            stages.append((layer, target))
             memory = IMAGE if layer.memory.kind == "image" else DELTA
             _place(plan, staged, layer.vmstate.digest, target.directory / VMSTATE)
             _place(plan, staged, layer.memory.digest, target.directory / memory)
+        if plan.replaced is not None:
+            trio.from_thread.run(give_way, runtime, plan.replaced)
+        while stages:
+            layer, target = stages[0]
             target.commit(msgspec.structs.replace(layer, source=source))
-        except BaseException:
+            stages.pop(0)
+    except BaseException:
+        for _, target in stages:
             target.abandon()
-            raise
+        raise
 
 
 def _place(plan: Plan, staged: Mapping[str, Path], digest: str, target: Path) -> None:
@@ -242,9 +253,11 @@ def check_space(runtime: Runtime, plan: Plan, to_fetch: int = 0) -> None:
     """Refuse early what cannot fit: streams are what files take on disk, roughly, besides what is yet to be fetched."""
     needed = sum(blob.stream for blob in plan.wanted()) + to_fetch
     runtime.blobs.root.mkdir(parents=True, exist_ok=True)
-    if needed > (free := sparse.disk_free(runtime.blobs.root)):
+    kept = files.kept_free(runtime.blobs.root, runtime.settings.low_water_bytes)
+    if needed + kept > (free := sparse.disk_free(runtime.blobs.root)):
         raise NoSpace(
-            f"{needed >> 20} MiB are needed at {runtime.settings.data_dir}, {free >> 20} MiB are free",
+            f"{needed >> 20} MiB are needed at {runtime.settings.data_dir}, {free >> 20} MiB are free"
+            f" of which {kept >> 20} MiB are kept so",
             hint="free some space: forkd prune, forkd rmi, forkd cleanup",
         )
 

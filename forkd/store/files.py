@@ -78,13 +78,17 @@ def check_low_water(where: Path, low_water: int | None) -> None:
 
     So what runs has room to end well, and a snapshot is refused before it is half written.
     """
-    disk = shutil.disk_usage(where)
-    least = min(1 << 30, disk.total // 50) if low_water is None else low_water
-    if disk.free < least:
+    free, least = shutil.disk_usage(where).free, kept_free(where, low_water)
+    if free < least:
         raise NoSpace(
-            f"only {disk.free >> 20} MiB are free at {where}, and {least >> 20} MiB are kept free",
+            f"only {free >> 20} MiB are free at {where}, and {least >> 20} MiB are kept free",
             hint="free some space: forkd prune, forkd rmi, forkd cleanup",
         )
+
+
+def kept_free(where: Path, low_water: int | None) -> int:
+    """How many bytes of the disk are not for snapshots."""
+    return min(1 << 30, shutil.disk_usage(where).total // 50) if low_water is None else low_water
 
 
 def tree_bytes(directory: Path) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from forkd.linux.exchange import exchange
 from forkd.specs.errors import SnapshotBroken, SnapshotNotFound, SnapshotPinned, TagTaken
 from forkd.specs.models import SNAPSHOT_FORMAT, Snapshot
 from forkd.specs.tags import check_tag
@@ -68,11 +69,12 @@ class Broken:
 class Stage:
     """A snapshot in the making: a hidden directory that becomes ``tag`` on ``commit`` and vanishes on ``abandon``."""
 
-    def __init__(self, tag: str, directory: Path, target: Path, lock: FileLock) -> None:
+    def __init__(self, tag: str, directory: Path, target: Path, lock: FileLock, replaces: bool) -> None:
         self.tag = tag
         self.directory = directory
         self._target = target
         self._lock = lock
+        self._replaces = replaces
 
     def commit(self, manifest: Snapshot) -> Stored:
         """Sync everything, write the manifest, take the tag's name. Raises TagTaken, NoSpace."""
@@ -81,17 +83,29 @@ class Stage:
                 files.sync_file(path)
             files.write_durably(self.directory / MANIFEST, encode(manifest))
             files.sync_directory(self.directory)
-            try:
-                self.directory.rename(self._target)
-            except OSError as error:
-                if self._target.exists():
-                    raise TagTaken(f"snapshot {self.tag!r} exists already") from error
-                raise
+            old = self._take_name()
             # The lock file goes last: while it is held, nobody takes the staging directory for a dead one.
             (self._target / "lock").unlink()
             files.sync_directory(self._target.parent)
         self._lock.release()
+        if old is not None:
+            files.remove_tree(old)
         return Stored(self._target, manifest)
+
+    def _take_name(self) -> Path | None:
+        """Where what had the name until now is then."""
+        old = None
+        if self._replaces and self._target.exists():
+            if exchange(self.directory, self._target):
+                return self.directory
+            old = self._target.rename(self._target.with_name(f"{DOOMED}{self.tag}-{time.time_ns():x}"))
+        try:
+            self.directory.rename(self._target)
+        except OSError as error:
+            if self._target.exists():
+                raise TagTaken(f"snapshot {self.tag!r} exists already") from error
+            raise
+        return old
 
     def abandon(self) -> None:
         """Remove whatever was staged; harmless after a commit. What stays for now, the tag's next maker removes."""
@@ -114,12 +128,15 @@ class SnapshotStore:
         """The directory a snapshot with this tag has, or would have."""
         return self.root / check_tag(tag)
 
-    def stage(self, tag: str) -> Stage:
-        """Begin a new snapshot. Raises TagTaken if the tag exists or somebody alive is making it, NoSpace."""
+    def stage(self, tag: str, *, replaces: bool = False) -> Stage:
+        """Begin a new snapshot. Raises TagTaken if the tag exists or somebody alive is making it, NoSpace.
+
+        With ``replaces`` the tag may exist: who has it keeps it until the new one is whole, and is removed then.
+        """
         target = self.path(tag)
         directory = self.root / f"{STAGE}{tag}"
         with files.disk_full_as_no_space(self.root), brief(self.root / ".lock"):
-            if target.exists():
+            if target.exists() and not replaces:
                 raise TagTaken(
                     f"snapshot {tag!r} exists already", hint=f"pick another tag, or remove it: forkd rmi {tag}"
                 )
@@ -131,7 +148,7 @@ class SnapshotStore:
             directory.mkdir()
             lock = FileLock.try_take(directory / "lock")
         assert lock is not None, "a directory we made under the store lock cannot be locked by another"
-        return Stage(tag, directory, target, lock)
+        return Stage(tag, directory, target, lock, replaces)
 
     def load(self, tag: str) -> Stored:
         """Read one snapshot's manifest. Raises SnapshotNotFound, SnapshotBroken."""

@@ -20,6 +20,7 @@ from forkd.specs.engine import (
     GHOST,
     IDLE_NIC,
     TEMPLATE,
+    USER_NETWORK,
     VOLUMES,
     BootSpec,
     Engine,
@@ -82,7 +83,7 @@ class EngineContract:
         info = await engine.describe()
         assert info.platform.engine == engine.name
         assert info.platform.engine_version
-        assert info.capabilities <= {GHOST, TEMPLATE, IDLE_NIC, VOLUMES}
+        assert info.capabilities <= {GHOST, TEMPLATE, IDLE_NIC, USER_NETWORK, VOLUMES}
         assert info.why
         assert await engine.describe() == info
 

@@ -158,7 +158,8 @@ def listen(directory: Path, name: str, uid: int | None) -> socket.socket:
             at_address(directory, name, listener.bind)
         listener.listen(1)
         if uid is not None:
-            os.chown(directory / name, uid, uid)
+            # The directory may be that user's: what has the name by now need not be our socket.
+            os.chown(directory / name, uid, uid, follow_symlinks=False)
     except OSError:
         listener.close()
         raise

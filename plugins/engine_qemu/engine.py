@@ -20,6 +20,7 @@ from forkd.specs.engine import (
     GHOST,
     IDLE_NIC,
     TEMPLATE,
+    USER_NETWORK,
     VOLUMES,
     BootSpec,
     EngineContext,
@@ -64,7 +65,7 @@ class QemuEngine:
                 arch=host_platform.machine(),
                 tsc_khz=facts.tsc_khz,
             )
-            capabilities = {GHOST, IDLE_NIC, VOLUMES} | ({TEMPLATE} if accel == "tcg" else set())
+            capabilities = {GHOST, IDLE_NIC, USER_NETWORK, VOLUMES} | ({TEMPLATE} if accel == "tcg" else set())
             self._info = EngineInfo(platform, frozenset(capabilities), why)
         return self._info
 

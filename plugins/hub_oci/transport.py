@@ -84,7 +84,7 @@ class OciTransport:
         except Unauthorized:
             return False
         location = urljoin(answer.url, answer.headers.get("location", ""))
-        if answer.status == 202 and urlsplit(location)[:2] == urlsplit(answer.url)[:2]:
+        if answer.status == 202 and urlsplit(location)[:2] == urlsplit(url)[:2]:
             with suppress(Unauthorized):  # who may push may not always delete; the registry drops old uploads itself
                 await self._http.request("DELETE", location, auth, accept=(200, 202, 204, 404, 405))
         return answer.status == 201
@@ -106,9 +106,10 @@ class OciTransport:
 
     async def _upload(self, place: Place, sha256: str, size: int, body: Body) -> None:
         auth = OciAuth(self._http, place.login)
-        opened = await self._http.request("POST", f"{_repository(place)}/blobs/uploads/", auth, accept=(202,))
+        uploads = f"{_repository(place)}/blobs/uploads/"
+        opened = await self._http.request("POST", uploads, auth, accept=(202,))
         location = urljoin(opened.url, opened.headers.get("location", ""))
-        if urlsplit(location)[:2] != urlsplit(opened.url)[:2]:
+        if urlsplit(location)[:2] != urlsplit(uploads)[:2]:  # it would get our login
             raise TransferError(f"the registry wants the blob to be sent to {urlsplit(location).netloc}; refused")
         joint = "&" if urlsplit(location).query else "?"
         headers = {"content-length": str(size), "content-type": "application/octet-stream"}

@@ -183,6 +183,30 @@ async def test_a_private_oci_registry_lets_us_in_with_a_login_only(tmp_path: Pat
                 await transport.write_blob(Place(base, "a/b", wrong), digest_of(data), len(data), body_of(data))
 
 
+async def test_a_place_we_are_redirected_to_is_given_no_login_even_if_it_asks_for_one(tmp_path: Path) -> None:
+    given: list[str | None] = []
+
+    def challenge(request: Faulty, name: str, number: int) -> bool:
+        given.append(request.headers.get("Authorization"))
+        basic = 'Basic realm="x"' if name == "file" else f'Bearer realm="{request.state.url}/token",service="x"'
+        request.answer(401, b"", WWW_Authenticate=basic)
+        return True
+
+    login = Login(username="me", password="secret")
+    with faulty_server(tmp_path, challenge) as other:
+
+        def redirect(request: Faulty, name: str, number: int) -> bool:
+            request.answer(302, b"", Location=f"{other.url}/{'file' if 'ba' in name else 'blob'}")
+            return True
+
+        with faulty_server(tmp_path, redirect) as first:
+            base = first.url.replace("http:", "oci:")
+            for package in ("a/ba", "a/b"):
+                with pytest.raises(Unauthorized):
+                    await OciTransport().blob_size(Place(base, package, login), digest_of(b""))
+    assert given == [None, None]
+
+
 @pytest.mark.parametrize("realm", ["http://[::1", "http://elsewhere.example/token", "", "ftp://x"])
 async def test_a_registry_that_sends_us_to_no_good_place_for_a_token_is_refused(tmp_path: Path, realm: str) -> None:
     def challenge(request: Faulty, name: str, number: int) -> bool:

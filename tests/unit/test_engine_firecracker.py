@@ -424,3 +424,21 @@ def _own(room: Path, directory: Path) -> None:
 
 if __name__ == "__main__":
     _own(Path(sys.argv[1]), Path(sys.argv[2]))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_link_in_the_place_of_a_socket_gives_its_target_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (victim := tmp_path / "victim").touch()
+    chown = os.chown
+
+    def raced(path: Path, *owner: int, **how: bool) -> None:
+        path.unlink()
+        path.symlink_to(victim)  # as the jailed user may: the directory is his
+        chown(path, *owner, **how)
+
+    monkeypatch.setattr(os, "chown", raced)
+    listen(tmp_path, "vsock.sock", 12345).close()
+    assert (tmp_path / "vsock.sock").lstat().st_uid == 12345
+    assert victim.stat().st_uid == 0

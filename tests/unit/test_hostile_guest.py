@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from forkd.guestframes import (
     FROM_AGENT,
     MAX_FRAME,
+    MAX_RESPONSE,
     NONCE_SIZE,
     SYNC_MARK,
     FrameReader,
@@ -23,9 +26,11 @@ from forkd.guestframes import (
     decode_credit,
     decode_object,
     encode_frame,
+    encode_object,
 )
 from forkd.guestlink import GuestLink, ResumeInfo
 from forkd.specs.errors import GuestError, GuestProtocolError, GuestUnreachable
+from tests.unit.guest_support import FakeGuest
 
 NONCE = bytes(range(NONCE_SIZE))
 MARK = SYNC_MARK + NONCE
@@ -83,6 +88,26 @@ def test_deep_nesting_is_refused_and_not_a_crash() -> None:
         decode_object(b'{"a":' * 100_000)
 
 
+@pytest.mark.parametrize("value", [b"[]", b"{}", b'{"a":1}', b"1", b'""', b'"\\\\"'])
+def test_an_answer_of_small_values_cannot_multiply_what_it_costs(value: bytes) -> None:
+    room = MAX_RESPONSE - 20
+    bomb = b'{"a":[' + (value + b",") * (room // (len(value) + 1)) + b"0]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(GuestProtocolError, match="values"):
+            decode_object(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_RESPONSE
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_text_of_any_marks_is_one_value_and_what_an_eval_may_answer_is_decoded() -> None:
+    for text in ("[" * 3_000_000, '"[' * 1_000_000, "\\,{" * 1_000_000, "\\" * 3_000_000):
+        assert decode_object(json.dumps({"stdout": text, "ok": True}).encode())["stdout"] == text
+    values: list[list[object]] = [[]] * (2**20 // 3)
+    assert decode_object(encode_object({"result_json": values})) == {"result_json": values}
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([FrameType.OUT, FrameType.ERR]), st.binary(max_size=64)), max_size=40))
 def test_an_inbox_never_holds_more_than_was_granted(sent: list[tuple[FrameType, bytes]]) -> None:
@@ -116,6 +141,66 @@ async def test_a_guest_that_breaks_the_rules_loses_its_link_with_a_named_error(
         with trio.fail_after(60), pytest.raises(GuestError) as caught:
             await link.ready()
         assert isinstance(caught.value, GuestProtocolError | GuestUnreachable), caught.value
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (FrameType.NOOP, 7, b""),
+        (FrameType.CREDIT, 2, bytes(4)),
+        (FrameType.CREDIT, 2, b"\0\0\0\1"),
+        (FrameType.MORE, 2, b""),
+        (FrameType.MORE, 2, b"{"),
+    ],
+    ids=["nothing", "no credit", "little credit", "no answer", "little answer"],
+)
+async def test_a_guest_that_says_nothing_without_end_loses_its_link(frame: tuple[FrameType, int, bytes]) -> None:
+    ours, theirs = trio.testing.memory_stream_pair()
+    async with trio.open_nursery() as nursery:
+        link = await GuestLink.open(ours, bytes(16), nursery, resume=ResumeInfo())
+        guest = FakeGuest(theirs)
+        await guest.greet()
+        await guest.send(FrameType.RESPONSE, 1, {"ok": True})
+        await link.ready()
+        async with link.open_stream({"op": "ping"}):
+            await theirs.send_all(encode_frame(*frame) * 1000)
+            await trio.testing.wait_all_tasks_blocked()
+            assert link.reason is None
+            await theirs.send_all(encode_frame(*frame) * 30_000)
+            await link.closed.wait()
+        assert isinstance(link.reason, GuestProtocolError) and "say nothing" in link.reason.message
+        nursery.cancel_scope.cancel()
+
+
+async def test_answers_that_come_too_late_are_not_kept() -> None:
+    ours, theirs = trio.testing.memory_stream_pair()
+    piece = b" " * MAX_FRAME
+    async with trio.open_nursery() as nursery:
+        link = await GuestLink.open(ours, bytes(16), nursery, resume=ResumeInfo())
+        guest = FakeGuest(theirs)
+        await guest.greet()
+        await guest.send(FrameType.RESPONSE, 1, {"ok": True})
+        await link.ready()
+        tracemalloc.start()
+        try:
+            for number in range(20):
+                async with link.open_stream({"op": "ping"}):
+                    await guest.send(FrameType.MORE, number + 2, piece)
+                    await trio.testing.wait_all_tasks_blocked()
+                for _ in range(20):
+                    await guest.send(FrameType.MORE, number + 2, piece)
+                await trio.testing.wait_all_tasks_blocked()
+            assert tracemalloc.get_traced_memory()[0] < 8 * MAX_FRAME
+        finally:
+            tracemalloc.stop()
+        await guest.send(FrameType.RESPONSE, 2, b"whatever")
+        await trio.testing.wait_all_tasks_blocked()
+        assert link.reason is None
+        for _ in range(20):
+            await guest.send(FrameType.MORE, 3, piece)
+        await link.closed.wait()
+        assert link.reason is not None and "more than" in link.reason.message
         nursery.cancel_scope.cancel()
 
 

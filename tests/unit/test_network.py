@@ -53,11 +53,15 @@ def test_a_wildcard_has_all_below_and_not_the_name_itself() -> None:
 
 def test_a_mode_that_cannot_be_had_says_what_would_help() -> None:
     with pytest.raises(CapabilityMissing, match="without a network device"):
-        check_network("nat", (), has_device=False, root=True)
+        check_network("nat", (), has_device=False, root=True, user_mode=True)
     with pytest.raises(CapabilityMissing, match="needs root"):
-        check_network("allowlist", ("a.test",), has_device=True, root=False)
-    assert check_network("none", (), has_device=False, root=False) == []
-    assert check_network("nat", (), has_device=True, root=True) == []
+        check_network("allowlist", ("a.test",), has_device=True, root=False, user_mode=True)
+    with pytest.raises(CapabilityMissing, match="no user-mode networking"):
+        check_network("nat", (), has_device=True, root=False, user_mode=False)
+    (note,) = check_network("nat", (), has_device=True, root=False, user_mode=True)
+    assert "loopback" in note and "metadata" in note
+    assert check_network("none", (), has_device=False, root=False, user_mode=True) == []
+    assert check_network("nat", (), has_device=True, root=True, user_mode=True) == []
 
 
 def test_rules_drop_by_default_and_metadata_before_anything_is_let_through() -> None:

@@ -49,7 +49,7 @@ class Scene:
         self.settings = Settings(Path("/nowhere"))
         self.nursery = nursery
         self.made: list[str] = []
-        self.fail: EngineError | None = None
+        self.fail: Exception | None = None
         self.size = 1 << 20
 
     def observe(self, kind: str, **details: Any) -> None:
@@ -90,6 +90,17 @@ async def test_one_child_is_restored_and_the_second_request_makes_a_template_for
     await scene.settle()
     assert scene.made == ["a"]
     assert await scene.pick() is not None
+
+
+async def test_a_template_nobody_waits_for_takes_nobody_down_when_it_fails_in_a_way_nobody_thought_of(
+    scene: Scene,
+) -> None:
+    scene.fail = ValueError("odd")
+    for _ in range(2):
+        assert await scene.pick() is None
+    await scene.settle()
+    assert await scene.pick() is None
+    assert "odd" in str(scene.why)
 
 
 async def test_many_children_are_worth_a_template_at_once_and_all_requests_share_it(scene: Scene) -> None:

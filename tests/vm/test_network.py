@@ -46,7 +46,7 @@ def run_inside(data_dir: Path, marks: str) -> str:
 
 
 def test_the_scenarios_hold_on_a_host_that_is_a_namespace(data_dir: Path) -> None:
-    assert "10 passed" in run_inside(data_dir, "not slow")
+    assert "11 passed" in run_inside(data_dir, "not slow")
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forkd.daemon.auth import Tokens, check_local
-from forkd.specs.errors import BadInput, ForeignOrigin, Unauthorized
+from forkd.specs.errors import BadInput, ForeignOrigin, TokenTooNarrow, Unauthorized
 
 GOOD = "0123456789abcdef0123"
 OTHER = "fedcba98765432100123"
@@ -43,11 +43,32 @@ def test_anything_else_is_refused(tmp_path: Path, header: str | None) -> None:
         ("CHANGE_ME_0123456789abcdef", "placeholder"),
         (f"{GOOD}\n{OTHER}", "second token"),
         (f"a b {GOOD}", "neither"),
+        (f"a {GOOD} hub x", "neither"),
+        (f"a {GOOD} all", "neither"),
     ],
 )
 def test_files_that_protect_nothing_are_refused(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(BadInput, match=why):
         Tokens(token_file(tmp_path, text))
+
+
+def test_a_token_for_the_registry_reads_it_and_does_nothing_else(tmp_path: Path) -> None:
+    tokens = Tokens(token_file(tmp_path, f"{GOOD}\nmirror {OTHER} hub\n"))
+    for method, path in (("GET", "/hub/registry.json"), ("HEAD", "/hub/blobs/sha256/00"), ("GET", "/hub/")):
+        assert tokens.admit(f"Bearer {OTHER}", method, path) == "mirror"
+    for method, path in (
+        ("GET", "/v1/hub/packages"),
+        ("POST", "/hub/registry.json"),
+        ("WEBSOCKET", "/hub/x"),
+        ("GET", "/hub"),
+        ("GET", "/metrics"),
+    ):
+        with pytest.raises(TokenTooNarrow):
+            tokens.admit(f"Bearer {OTHER}", method, path)
+        assert tokens.admit(f"Bearer {GOOD}", method, path) == "default"
+    token_file(tmp_path, f"mirror {OTHER}\n")
+    tokens.reload()
+    assert tokens.admit(f"Bearer {OTHER}", "GET", "/metrics") == "mirror"
 
 
 def test_a_file_everybody_can_read_is_refused(tmp_path: Path) -> None:

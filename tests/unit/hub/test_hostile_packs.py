@@ -23,7 +23,7 @@ from forkd.hub import glue, manifest, pack, signatures, sparsestream
 from forkd.ops.pack import pack as make_pack
 from forkd.ops.unpack import unpack
 from forkd.runtime import Runtime
-from forkd.specs.errors import ForkdError, PackError, SnapshotBroken, TrustError
+from forkd.specs.errors import ForkdError, PackError, SnapshotBroken, TagTaken, TrustError
 from forkd.specs.models import Snapshot
 from forkd.specs.packs import PackManifest
 from forkd.specs.requests import PackRequest, UnpackRequest
@@ -237,6 +237,10 @@ MANIFESTS: dict[str, Change] = {
     "layer without memory": drop("layers", 1, "memory"),
     "no layers": edit("layers", value=[]),
     "too many layers": many_layers,
+    "token is no hexadecimal": edit("layers", 2, "agent_sync", value="zz"),
+    "token is short": edit("layers", 0, "agent_sync", value="00"),
+    "token has another letter": edit("layers", 1, "agent_sync", value="0" * 31 + "g"),
+    "token has spaces": edit("layers", 1, "agent_sync", value="00 " * 10 + "00"),
     "negative size": edit_fitting("layers", 0, "vmstate", "size", value=-1),
     "RAM of no size": edit_fitting("layers", 0, "hardware", "mem_mib", value=0),
     "RAM beyond measure": edit_fitting("layers", 0, "hardware", "mem_mib", value=1 << 40),
@@ -288,6 +292,13 @@ async def refused(runtime: Runtime, data: bytes, path: Path, **fields: Any) -> F
 async def test_a_hostile_manifest_or_blob_is_refused(case: str, good: bytes, tmp_path: Path) -> None:
     table, blobs = taken_apart(good)
     MANIFESTS[case](table, blobs)
+    async with runtime_at(tmp_path / "data") as runtime:
+        error = await refused(runtime, packed(table, blobs), tmp_path / "data")
+    assert isinstance(error, PackError | SnapshotBroken), error
+
+
+def packed(table: Table, blobs: dict[str, bytes]) -> bytes:
+    """A pack of what it was taken apart into."""
     out = io.BytesIO()
     out.write(glue_of("manifest.toml", tomli_w.dumps(table).encode()))
     for row in table["blobs"]:
@@ -296,9 +307,7 @@ async def test_a_hostile_manifest_or_blob_is_refused(case: str, good: bytes, tmp
             out.write(blobs.get(row["sha256"], b""))
             out.write(glue.frame(padding) if (padding := glue.padding(row["stream"])) else b"")
     out.write(glue.trailer())
-    async with runtime_at(tmp_path / "data") as runtime:
-        error = await refused(runtime, out.getvalue(), tmp_path / "data")
-    assert isinstance(error, PackError | SnapshotBroken), error
+    return out.getvalue()
 
 
 def glue_of(name: str, data: bytes) -> bytes:
@@ -408,6 +417,22 @@ async def test_a_manifest_changed_after_signing_is_refused(good: bytes, tmp_path
     out.write(good[len(glue_of("manifest.toml", found.body)) :])
     async with runtime_at(tmp_path / "data") as runtime:
         assert isinstance(await refused(runtime, out.getvalue(), tmp_path / "data"), TrustError)
+
+
+async def test_a_layer_with_another_token_is_not_the_one_that_is_here(good: bytes, tmp_path: Path) -> None:
+    """No content id has the token, so a stranger's snapshot could pass for the one that is signed."""
+    table, blobs = taken_apart(good)
+    table["layers"][2]["agent_sync"] = "ab" * 16
+    key = signatures.load_key(signatures.new_key())
+    (tmp_path / "right.tar.zst").write_bytes(signed(good, key))
+    (tmp_path / "other.tar.zst").write_bytes(packed(table, blobs))
+    async with runtime_at(tmp_path / "data") as runtime:
+        await unpack(runtime, UnpackRequest(path=str(tmp_path / "other.tar.zst")), quiet)
+        with pytest.raises(TagTaken):
+            await unpack(runtime, UnpackRequest(path=str(tmp_path / "right.tar.zst")), quiet)
+        result = await unpack(runtime, UnpackRequest(path=str(tmp_path / "right.tar.zst"), force=True), quiet)
+        assert (result["added"], result["present"]) == (["head"], ["root", "middle"])
+        assert runtime.snapshots.load("head").manifest.agent_sync == "00" * 16
 
 
 async def test_the_right_pack_is_taken(good: bytes, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ import pytest
 import trio
 
 from forkd.httpclient import Patience
+from forkd.hub import refs
 from forkd.ops.hub import check, list_packages
 from forkd.ops.keys import forget_login, save_login
 from forkd.ops.pack import pack
-from forkd.ops.transfer import pull, push
+from forkd.ops.transfer import _pack_url, pull, push
 from forkd.ops.unpack import unpack
 from forkd.plugins.hub_http.transport import HttpTransport
 from forkd.plugins.hub_oci.transport import OciTransport
@@ -37,9 +38,10 @@ from forkd.specs.errors import (
     TransferError,
     Unauthorized,
 )
-from forkd.specs.models import Hardware
+from forkd.specs.models import Hardware, MemoryRef
 from forkd.specs.requests import PackRequest, PullRequest, PushRequest, UnpackRequest
 from forkd.specs.transport import Login
+from forkd.store import digests, files
 from forkd.store.chain import resolve
 from tests.hub_support import MEM_MIB, Faulty, add_snapshot, faulty_server, quiet, runtime_at, tree
 from tests.oci_support import running_registry
@@ -445,6 +447,25 @@ async def test_an_index_cannot_name_files_of_the_host(taker: Runtime, tmp_path: 
         await pull(taker, PullRequest(target="a/b", hub=server.url), quiet)
 
 
+@pytest.mark.parametrize(("hub", "fine"), [("http", True), ("file", True), ("https", False), ("s3", False)])
+def test_an_index_that_came_encrypted_cannot_have_a_pack_fetched_in_the_clear(hub: str, fine: bool) -> None:
+    ref = refs.parse("a/b", f"{hub}://hub.example/x")
+    with nullcontext() if fine else pytest.raises(PackError, match="not for it to name"):
+        assert _pack_url(ref, "http://hub.example/b.tar.zst") == "http://hub.example/b.tar.zst"
+    assert _pack_url(ref, "https://hub.example/b.tar.zst") == "https://hub.example/b.tar.zst"
+
+
+async def test_memory_of_the_same_byte_all_over_is_packed(maker: Runtime, taker: Runtime, tmp_path: Path) -> None:
+    (memory := tmp_path / "memory").write_bytes(b"\x01" * (64 << 20))
+    ref = MemoryRef(kind="image", digest=digests.sparse256_file(memory), size=64 << 20)
+    made = add_snapshot(maker, "regular", hardware=Hardware(vcpus=1, mem_mib=64), memory=ref)
+    memory.replace(made.memory)
+    out = str(tmp_path / "regular.tar.zst")
+    await pack(maker, PackRequest(tag="regular", out=out), quiet)
+    await unpack(taker, UnpackRequest(path=out), quiet)
+    digests.verify_file(taker.snapshots.load("regular").memory, ref.digest)
+
+
 async def test_an_index_can_name_a_pack_and_its_disk_is_fetched_from_beside_it(
     maker: Runtime, taker: Runtime, tmp_path: Path
 ) -> None:
@@ -453,6 +474,10 @@ async def test_an_index_can_name_a_pack_and_its_disk_is_fetched_from_beside_it(
     index = {"schema_version": 1, "packages": {"a/b": {"versions": {"latest": {"url": "packs/base.tar.zst"}}}}}
     (tmp_path / "hub/registry.json").write_text(json.dumps(index))
     with faulty_server(tmp_path / "hub") as server:
+        for target in ("a/b", f"{server.url}/packs/base.tar.zst"):
+            checked = await check(taker, target, server.url)
+            assert (checked["layers"], checked["trust"]) == (["base"], "unsigned")
+        assert [path for path in taker.blobs.root.iterdir() if path.is_dir() or path.stat().st_size] == []
         result = await pull(taker, PullRequest(target="a/b", hub=server.url), quiet)
     assert result["added"] == ["base"]
     assert result["fetched_bytes"] > made["bytes"]
@@ -516,6 +541,25 @@ async def test_a_head_that_takes_its_ancestors_name_leaves_the_ancestor_whole(
     with pytest.raises(SnapshotInUse, match="builds on it"):
         await pull(taker, PullRequest(target="acme/branch", hub=hub, tag=other, force=True), quiet)
     assert taker.snapshots.load(other).manifest.content == content
+
+
+async def test_a_snapshot_is_not_lost_when_what_shall_replace_it_does_not_fit(
+    maker: Runtime, taker: Runtime, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await push(maker, PushRequest(tag="base", target=f"{hub}/acme/base"), quiet)
+    old = add_snapshot(taker, "base", seed=99)
+    request = PullRequest(target="acme/base", hub=hub, force=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(taker.snapshots, "_low_water", 1 << 60)
+        with pytest.raises(NoSpace, match="kept free"):
+            await pull(taker, request, quiet)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "kept_free", lambda where, low_water: 1 << 60)
+        with pytest.raises(NoSpace, match="are kept so"):
+            await pull(taker, request, quiet)
+    assert taker.snapshots.load("base") == old and old.vmstate.exists()
+    await pull(taker, request, quiet)
+    same(maker, taker, "base")
 
 
 async def test_a_snapshot_replaced_by_one_that_shares_its_files_is_replaced(

@@ -13,7 +13,7 @@ from forkd.specs.errors import BadTag, ChainBroken, NoSpace, SnapshotBroken, Sna
 from forkd.specs.models import FileRef, Hardware, MemoryRef, ParentRef, Platform, Snapshot
 from forkd.specs.tags import check_tag
 from forkd.store.chain import resolve
-from forkd.store.snapshots import Broken, SnapshotStore, Stored, content_id, decode
+from forkd.store.snapshots import Broken, SnapshotStore, Stored, content_id, decode, encode
 
 
 def manifest(tag: str, parent: Snapshot | None = None) -> Snapshot:
@@ -63,6 +63,13 @@ def test_a_stage_is_never_listed_and_leaves_nothing_when_abandoned(store: Snapsh
     assert [path.name for path in store.root.iterdir()] == [".lock"]
 
 
+def test_a_token_that_opens_no_agent_makes_a_snapshot_broken(store: SnapshotStore) -> None:
+    for token in ("", "zz", "0" * 31, "0" * 31 + "\n", "AB" * 16):
+        data = encode(msgspec.structs.replace(manifest("a"), agent_sync=token))
+        with pytest.raises(SnapshotBroken, match="agent_sync"):
+            decode("a", data)
+
+
 def test_a_tag_is_taken_while_it_is_being_made_and_after(store: SnapshotStore) -> None:
     stage = store.stage("a")
     with pytest.raises(TagTaken):
@@ -71,6 +78,32 @@ def test_a_tag_is_taken_while_it_is_being_made_and_after(store: SnapshotStore) -
     put(store, manifest("a"))
     with pytest.raises(TagTaken):
         store.stage("a")
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["swapped", "one after the other"])
+def test_what_is_replaced_keeps_its_name_until_the_new_one_is_whole(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr("forkd.store.snapshots.exchange", lambda one, other: False)
+    old = put(store, manifest("a"))
+    store.stage("a", replaces=True).abandon()
+    assert store.load("a") == old
+    new = msgspec.structs.replace(manifest("a"), created_at_unix=2)
+    stage = store.stage("a", replaces=True)
+    (stage.directory / "vmstate").write_bytes(b"new")
+    assert store.load("a") == old and old.vmstate.read_bytes() == b"abc"
+    stage.commit(new)
+    assert store.load("a").manifest == new and store.load("a").vmstate.read_bytes() == b"new"
+    assert sorted(path.name for path in store.root.iterdir()) == [".lock", "a"]
+
+
+def test_what_goes_before_it_is_replaced_is_no_trouble(store: SnapshotStore) -> None:
+    put(store, manifest("a"))
+    stage = store.stage("a", replaces=True)
+    store.remove("a")
+    stage.commit(manifest("a"))
+    assert store.load("a").manifest == manifest("a") and store.leftovers() == []
 
 
 def test_a_dead_makers_stage_is_a_leftover_and_does_not_block_the_tag(store: SnapshotStore) -> None:

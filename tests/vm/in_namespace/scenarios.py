@@ -25,7 +25,7 @@ import trio
 
 from forkd.linux import netns
 from forkd.network_dns import CLASS_IN, TYPE_A, parse_question
-from forkd.network_rules import GATEWAY_MAC, GUEST, TAP
+from forkd.network_rules import GATEWAY, GATEWAY_MAC, GUEST, TAP
 from forkd.plugins.engine_qemu.command import MAC
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.errors import ControllerError
@@ -307,6 +307,36 @@ async def test_a_guest_that_opens_flows_without_end_fills_no_table_of_the_host(t
     owner.close()
 
 
+async def test_a_guest_that_forges_its_address_has_nothing_answered_to_anybody_else(tmp_path: Path) -> None:
+    allowed, victim, upstream = "198.51.100.10", "198.51.100.30", "198.51.100.53"
+    owner = SlotOwner(tmp_path)
+    async with trio.open_nursery() as nursery:
+        slot = owner.take("sb-forger")
+        allow = [allowed, "allowed.test"]
+        info = SandboxInfo(id=slot.id, snapshot_tag="", created_at_unix=0, network="allowlist", allow=allow)
+        slot = await owner.attach(slot, info, nursery, upstream)
+
+        def forge() -> None:
+            with tap() as frames:
+                frames.write(datagram(GATEWAY, 53, victim, question("secret")))  # the resolver would answer it
+                frames.write(datagram(GATEWAY, 80, victim, b"secret"))  # a refusal would quote it
+                frames.write(datagram(victim, 80, victim, b"secret"))
+                frames.write(datagram(allowed, 80, victim, b"secret"))
+                frames.write(datagram(GATEWAY, 53, GUEST, question("allowed")))  # honest, and last: we ask upstream
+
+        packets = trio.socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0003))  # ETH_P_ALL
+        await packets.bind(("wan", 0x0003))
+        with packets, trio.fail_after(20):
+            await trio.to_thread.run_sync(netns.within, f"forkd-{slot.id}", forge)
+            seen: list[str] = []
+            while upstream not in seen:
+                seen.append(socket.inet_ntoa((await packets.recv(2048))[16:20].ljust(4, b"\0")))
+        assert victim not in seen and allowed not in seen
+        await owner.release(slot)
+    assert leftovers() == []
+    owner.close()
+
+
 async def test_a_slot_whose_link_was_never_made_takes_nobody_elses(tmp_path: Path) -> None:
     owner = SlotOwner(tmp_path)
     async with trio.open_nursery() as nursery:
@@ -332,14 +362,21 @@ def tap() -> Iterator[IO[bytes]]:
         yield device
 
 
-def datagram(target: str, port: int) -> bytes:
-    """A frame from the guest, with an empty UDP datagram (no checksum)."""
-    udp = struct.pack(">HHHH", 40000, port, 8, 0)
-    head = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 28, 0, 0, 64, 17, 0, socket.inet_aton(GUEST), socket.inet_aton(target))
+def datagram(target: str, port: int, source: str = GUEST, payload: bytes = b"") -> bytes:
+    """A frame from the guest, with a UDP datagram (no checksum)."""
+    udp = struct.pack(">HHHH", 40000, port, 8 + len(payload), 0) + payload
+    addresses = socket.inet_aton(source) + socket.inet_aton(target)
+    head = struct.pack(">BBHHHBBH8s", 0x45, 0, 20 + len(udp), 0, 0, 64, 17, 0, addresses)
     total = sum(struct.unpack(">10H", head))
     total = (total & 0xFFFF) + (total >> 16)
     head = head[:10] + struct.pack(">H", ~((total & 0xFFFF) + (total >> 16)) & 0xFFFF) + head[12:]
     return bytes.fromhex((GATEWAY_MAC + MAC).replace(":", "")) + b"\x08\x00" + head + udp
+
+
+def question(name: str) -> bytes:
+    """A resolver is asked for an address of ``name``.test."""
+    head = struct.pack(">6H", 0x1234, 0x0100, 1, 0, 0, 0)
+    return head + bytes([len(name)]) + name.encode() + b"\x04test\0\0\x01\0\x01"
 
 
 @pytest.mark.slow
