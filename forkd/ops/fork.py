@@ -22,7 +22,7 @@ from forkd.slots import new_sandbox_id
 from forkd.specs.engine import IDLE_NIC, USER_NETWORK, Machine, RestoreSpec, Slot
 from forkd.specs.errors import BadInput, EngineError, ForkdError, GuestError, OutOfMemory, SnapshotNotReady
 from forkd.specs.memory import MemoryLease
-from forkd.specs.models import SandboxInfo
+from forkd.specs.models import SandboxInfo, Snapshot
 from forkd.specs.requests import CreateSandboxes, ForkSandbox
 from forkd.store.chain import resolve
 from forkd.store.snapshots import Stored
@@ -120,16 +120,8 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
     prepared = await prepare(runtime, tag, options)
     stored, recipe = prepared.stored, prepared.recipe
     manifest, engine = stored.manifest, recipe.engine
-    has_device = manifest.hardware.network
-    able = (await engine.describe()).capabilities
-    tap = has_device and IDLE_NIC not in able
-    notes = check_network(
-        options.network,
-        options.allow,
-        has_device=has_device,
-        root=runtime.slots.networks.root,
-        user_mode=USER_NETWORK in able,
-    )
+    tap = manifest.hardware.network and IDLE_NIC not in (await engine.describe()).capabilities
+    notes = await network_notes(runtime, manifest, options)
     spawn = _spawn(runtime, options)
     if options.needs_restore is None:
         kept, why = await runtime.templates.pick(runtime, recipe, n, spawn)
@@ -194,6 +186,18 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
             nursery.start_soon(row, index)
     runtime.observe("fork", tag=tag, asked=n, up=sum(child.sandbox is not None for child in children))
     return children
+
+
+async def network_notes(runtime: Runtime, manifest: Snapshot, options: ForkOptions) -> list[str]:
+    """What the user should know of the network asked for. Raises BadInput, CapabilityMissing."""
+    info = await runtime.engine(manifest.platform.engine).describe()
+    return check_network(
+        options.network,
+        options.allow,
+        has_device=manifest.hardware.network,
+        root=runtime.slots.networks.root,
+        user_mode=USER_NETWORK in info.capabilities,
+    )
 
 
 def _spawn(runtime: Runtime, options: ForkOptions) -> str:

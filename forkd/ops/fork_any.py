@@ -9,11 +9,10 @@ from functools import partial
 import trio
 
 from forkd.config import MAX_CHILDREN
-from forkd.network import check_network
 from forkd.ops.awake import awake
 from forkd.ops.branch import source_of
 from forkd.ops.children import Child, Told, dress_children, or_ended
-from forkd.ops.fork import ForkOptions, fork, prepare
+from forkd.ops.fork import ForkOptions, fork, network_notes, prepare
 from forkd.ops.fork_running import Make, instant
 from forkd.ops.lifecycle import check_details, dress
 from forkd.runtime import Runtime
@@ -119,9 +118,8 @@ async def _children(runtime: Runtime, request: ForkRequest) -> list[Child]:
         if not runtime.snapshots.path(request.source).exists() and request.source not in runtime.writing:
             raise
         return await _made(alike, partial(fork, runtime, request.source))
-    has_device = source_of(sandbox).manifest.hardware.network
     for options in alike:  # before anything is captured for them
-        check_network(options.network, options.allow, has_device=has_device, root=runtime.slots.networks.root)
+        await network_notes(runtime, source_of(sandbox).manifest, options)
     why = next((options.needs_restore for options in alike if options.needs_restore), None)
     async with awake(runtime, request.source), instant(runtime, sandbox, mode=request.mode, why=why) as make:
         children = await _made(alike, make)

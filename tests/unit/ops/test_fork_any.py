@@ -80,6 +80,10 @@ async def test_a_network_nobody_knows_is_refused_before_a_running_source_is_capt
     assert [path.name for path in runtime.snapshots.root.iterdir() if path.is_dir()] == [TAG]
 
 
+async def no_notes(*_: Any) -> list[str]:
+    return []
+
+
 async def test_networked_children_of_a_running_source_come_from_a_snapshot_that_says_so(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +94,7 @@ async def test_networked_children_of_a_running_source_come_from_a_snapshot_that_
         return SnapshotInfo(tag=request.tag, dir="", created_at_unix=1, status="ready", bootable=True)
 
     monkeypatch.setattr(fork_running, "branch", branch)
-    monkeypatch.setattr(fork_any, "check_network", lambda *_, **__: [])
+    monkeypatch.setattr(fork_any, "network_notes", no_notes)
     await add_sandbox(runtime, "sb-source", labels={"team": "a"})
     per_child = [SandboxDetails(network="nat"), SandboxDetails()]
     request = ForkRequest(source="sb-source", n=2, mode="diff", per_child=per_child)
