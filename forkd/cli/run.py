@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forkd.sdk.async_controller import AsyncController
 
 
-@click.command("run", context_settings={"ignore_unknown_options": True})
+@click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--image", required=True, help="debian:SUITE, or the path of a directory or tar file.")
 @click.option("--extra", "extras", multiple=True, help="Package to add; repeatable.")
 @cache_option
