@@ -36,26 +36,31 @@ def command(
 ) -> None:
     """Run a command in a fresh child of IMAGE and exit with its code.
 
-    The first run builds and warms the image and keeps it as a snapshot; the next ones only fork.
+    The first run builds and warms the image and keeps it as a snapshot; the next ones only fork, until the image, the
+    kernel or forkd's agent is another. To go without asking a registry each time, name the image with its digest.
     """
     image = local_reference(image)
     kernel = os.path.abspath(kernel) if kernel else None
-    tag = run_tag(image, extras)
 
     async def work(controller: AsyncController) -> dict[str, Any]:
-        tags = {row["tag"] for row in await controller.list_snapshots() if row["bootable"]}
-        if tag not in tags:
-            with progress_bar() as progress:
+        with progress_bar() as progress:
+            boot = await controller.setup(progress, kernel)
+            disk = await controller.build_rootfs(image, progress, extras=list(extras))
+            tag = run_tag(image, disk["digest"], boot["kernel_digest"], os.path.basename(boot["initrd"]))
+            if tag not in {row["tag"] for row in await controller.list_snapshots() if row["bootable"]}:
                 fields = {"image": image, "extras": list(extras), "kernel": kernel}
-                await controller.create_snapshot(tag, progress, **fields)
+                await controller.create_snapshot(tag, progress, reuse=True, **fields)
         async with target(controller, None, tag) as chosen:
             return await run_in(controller, chosen, list(args), timeout_secs, {}, as_json)
 
     sys.exit(finish(with_controller(work), as_json))
 
 
-def run_tag(image: str, extras: tuple[str, ...]) -> str:
-    """The tag an image's snapshot is kept under: readable, and different when the packages differ."""
+def run_tag(image: str, *facts: str) -> str:
+    """The tag an image's snapshot is kept under: readable, and another for another disk, kernel or initramfs.
+
+    The initramfs has the agent in it, and its name says which.
+    """
     slug = re.sub(r"[^A-Za-z0-9]+", "-", image).strip("-")[:40]
-    key = hashlib.sha256("\0".join((image, *sorted(extras))).encode()).hexdigest()[:8]
+    key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
     return f"run-{slug}-{key}"

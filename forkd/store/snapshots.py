@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from forkd.linux.filelock import file_lock
 from forkd.specs.errors import SnapshotBroken, SnapshotNotFound, SnapshotPinned, TagTaken
 from forkd.specs.models import SNAPSHOT_FORMAT, Snapshot
 from forkd.specs.tags import check_tag
@@ -126,6 +128,12 @@ class SnapshotStore:
             lock = FileLock.try_take(directory / "lock")
         assert lock is not None, "a directory we made under the store lock cannot be locked by another"
         return Stage(tag, directory, target, lock)
+
+    async def until_made(self, tag: str) -> None:
+        """Wait while somebody alive is making ``tag``; he may have failed."""
+        with suppress(FileNotFoundError):
+            async with file_lock(self.root / f"{STAGE}{check_tag(tag)}" / "lock", make=False):
+                pass
 
     def load(self, tag: str) -> Stored:
         """Read one snapshot's manifest. Raises SnapshotNotFound, SnapshotBroken."""

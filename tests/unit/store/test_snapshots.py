@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +72,19 @@ def test_a_tag_is_taken_while_it_is_being_made_and_after(store: SnapshotStore) -
     put(store, manifest("a"))
     with pytest.raises(TagTaken):
         store.stage("a")
+
+
+async def test_who_waits_for_a_tag_waits_for_its_maker_and_for_nobody_else(store: SnapshotStore) -> None:
+    await store.until_made("a")
+    stage = store.stage("a")
+    with trio.move_on_after(0.05) as patience:
+        await store.until_made("a")
+    assert patience.cancelled_caught
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.until_made, "a")
+        stage.abandon()
+    stage = store.stage("a")
+    stage.abandon()
 
 
 def test_a_dead_makers_stage_is_a_leftover_and_does_not_block_the_tag(store: SnapshotStore) -> None:
