@@ -36,7 +36,7 @@ def daemon_options(command: click.Command) -> click.Command:
         for inner in command.commands.values():
             daemon_options(inner)
     elif not any(param.name == URL for param in command.params):
-        about = "The daemon to talk to; `local` for none. Found by itself if not given. [env: FORKD_URL]"
+        about = "The daemon: http://…, unix:///PATH; `local` for none. Found by itself if not given. [env: FORKD_URL]"
         command.params += [
             click.Option(["--daemon-url", URL], help=about, callback=_keep, expose_value=False),
             click.Option(
