@@ -27,6 +27,9 @@ cache_option = click.option(
     expose_value=False,
     help="Accepted for compatibility: root file systems are cached by content, in the data directory.",
 )
+tap_option = click.option(
+    "--tap", envvar="FORKD_TAP", help="A tap device of the host for its network while it boots and warms up."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 

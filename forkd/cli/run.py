@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from forkd.cli.common import cache_option, json_option, local_reference, progress_bar, with_controller
+from forkd.cli.common import cache_option, json_option, local_reference, progress_bar, tap_option, with_controller
 from forkd.cli.exec import finish, run_in
 from forkd.cli.target import target
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--extra", "extras", multiple=True, help="Package to add; repeatable.")
 @cache_option
 @click.option("--kernel", envvar="FORKD_KERNEL", help="Kernel to boot instead of the one `forkd setup` fetches.")
+@tap_option
 @click.option("--timeout-secs", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True)
 @json_option
 @click.argument("args", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -30,6 +31,7 @@ def command(
     image: str,
     extras: tuple[str, ...],
     kernel: str | None,
+    tap: str | None,
     timeout_secs: float,
     as_json: bool,
     args: tuple[str, ...],
@@ -48,7 +50,7 @@ def command(
             disk = await controller.build_rootfs(image, progress, extras=list(extras))
             tag = run_tag(image, disk["digest"], boot["kernel_digest"], os.path.basename(boot["initrd"]))
             if tag not in {row["tag"] for row in await controller.list_snapshots() if row["bootable"]}:
-                fields = {"image": image, "extras": list(extras), "kernel": kernel}
+                fields = {"image": image, "extras": list(extras), "kernel": kernel, "tap": tap}
                 await controller.create_snapshot(tag, progress, reuse=True, **fields)
         async with target(controller, None, tag) as chosen:
             return await run_in(controller, chosen, list(args), timeout_secs, {}, as_json)
