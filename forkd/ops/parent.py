@@ -10,7 +10,7 @@ from forkd.ops.build import build_rootfs
 from forkd.ops.lifecycle import check_pairs
 from forkd.ops.setup import kernel_files
 from forkd.ops.snapshot import ParentSpec, check_hardware, snapshot_parent
-from forkd.ops.volumes import check_volumes, take_in
+from forkd.ops.volumes import check_ext4, check_volumes, take_in
 from forkd.provision import add_kernel
 from forkd.runtime import Progress, Runtime
 from forkd.specs.errors import BadInput, SnapshotNotFound, TagTaken
@@ -46,6 +46,8 @@ async def _create(runtime: Runtime, request: CreateSnapshot, progress: Progress)
         raise TagTaken(
             f"snapshot {request.tag!r} exists already", hint=f"pick another tag, or remove it: forkd rmi {request.tag}"
         )
+    if request.rootfs is not None:
+        check_ext4(Path(request.rootfs), "rootfs", "forkd parent build makes one of an image or a directory")
     check_volumes(request.volumes)
     if request.tap is not None:
         check_host_tap(request.tap)
