@@ -50,7 +50,9 @@ def test_two_first_runs_at_once_share_a_parent_and_a_changed_image_gets_its_own(
     assert len(tags(forkd) - before - made) == 1
 
 
-def test_another_kernel_is_another_parent(image: Path, forkd: Forkd, tmp_path: Path) -> None:
+def test_what_is_no_kernel_is_refused_although_the_image_has_a_parent(
+    image: Path, forkd: Forkd, tmp_path: Path
+) -> None:
     (tmp_path / "no-kernel").write_text("not one")
     run = ("run", "--image", str(image))
     assert forkd(*run, "--", "cat", "/etc/hostname").stderr.count("booting") == 1
