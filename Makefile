@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow fuzz setup deps lint unit vm binary test-binary docs bench bench-binary bench-branch clean
+.PHONY: demo test test-slow fuzz setup deps lint unit vm binary test-binary docs bench bench-parent bench-daemon \
+	bench-everyday bench-hub bench-abuse bench-firecracker bench-binary bench-branch clean
 
 demo: setup
 	$(BIN)/forkd quickstart -n 10
@@ -46,7 +47,8 @@ fuzz: setup  ## ten minutes of damaged agent streams; the suite has 30 seconds o
 
 binary: dist/forkd  ## one file that does everything, with its checksums and bill of materials
 
-dist/forkd: $(READY) $(shell find -L forkd forkd.spec build -name '*.py' -o -name '*.spec' -o -name '*.md' -o -name '*.json')
+# Whatever of these is bundled as data has any name: guest/init, docs/*.png.
+dist/forkd: $(READY) $(shell find -L forkd docs build forkd.spec pyproject.toml -type f -not -path '*/__pycache__/*')
 	$(BIN)/pyinstaller --noconfirm --log-level WARN --workpath .work/pyinstaller --distpath dist forkd.spec
 	cd dist && sha256sum forkd forkd.cdx.json > SHA256SUMS
 
@@ -57,10 +59,29 @@ test-binary: dist/forkd  ## the CLI and VM cases again, on the binary
 docs: setup  ## write what is generated: CLI and API reference, examples of the plugin guide, man page
 	$(BIN)/python build/docs.py
 
-bench: setup
+# Benches run on the data directory (FORKD_DATA_DIR, or what `forkd where` says).
+bench-parent: setup  ## the parent they fork, where there is none yet
+	$(BIN)/forkd quickstart -n 1
+
+bench: bench-parent
 	$(BIN)/pip install --quiet --disable-pip-version-check 'numpy>=1.24'
 	$(BIN)/python tests/bench/fork.py
 	$(BIN)/python tests/bench/template.py
+
+bench-daemon: bench-parent  ## what the daemon adds to the agent's link and to spawns; warm pools
+	$(BIN)/python tests/bench/daemon.py
+
+bench-everyday: bench-parent  ## first byte, files and output through a daemon, with the limit of each
+	$(BIN)/python tests/bench/everyday.py
+
+bench-hub: bench-parent  ## pack and unpack beside zstd
+	$(BIN)/python tests/bench/hub.py "$$($(BIN)/forkd where)"
+
+bench-abuse: bench-parent  ## neighbours of misbehaving children; as root
+	$(BIN)/python tests/bench/abuse.py
+
+bench-firecracker: setup  ## what a spawn on Firecracker costs our own process; needs neither Firecracker nor a parent
+	$(BIN)/python tests/bench/firecracker_spawn.py
 
 bench-binary: dist/forkd
 	$(BIN)/python tests/bench/binary.py

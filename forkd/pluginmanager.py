@@ -26,6 +26,7 @@ from forkd.specs.memory import MemoryBackend
 from forkd.specs.models import PluginInfo
 from forkd.specs.rootfs import RootfsBuilder
 from forkd.specs.transport import HubTransport
+from forkd.verbs import VERBS
 
 T = TypeVar("T")
 Command = tuple[str, str]
@@ -61,6 +62,9 @@ class Plugins:
     memory_backends: dict[str, MemoryBackend] = field(default_factory=dict)
     branch_modes: dict[str, BranchMode] = field(default_factory=dict)
     rootfs_builders: dict[str, RootfsBuilder] = field(default_factory=dict)
+    """In the order they are asked: those of a hook with ``tryfirst`` before the others, with ``trylast`` behind."""
+    builder_owners: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Of each rootfs builder: its place in that order, and the plugin it is from."""
     hub_transports: dict[str, HubTransport] = field(default_factory=dict)
     commands: dict[str, Command] = field(default_factory=dict)
     observers: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -75,9 +79,13 @@ class Plugins:
 
     def rootfs_builder(self, reference: str) -> RootfsBuilder:
         """The first builder that accepts ``reference``; raises BadInput naming the ones there are."""
-        for builder in self.rootfs_builders.values():
-            if builder.accepts(reference):
-                return builder
+        for name, builder in list(self.rootfs_builders.items()):
+            try:
+                if builder.accepts(reference):
+                    return builder
+            except Exception as error:  # a foreign plugin must not stand in the way of the others
+                del self.rootfs_builders[name]
+                self.fail(self.builder_owners[name][1], f"its rootfs builder {name!r} raised: {_reason(error)}")
         known = ", ".join(self.rootfs_builders)
         raise BadInput(
             f"no rootfs builder understands image {reference!r}",
@@ -173,11 +181,22 @@ def _load(plugins: Plugins, candidate: Candidate, record: PluginInfo) -> None:
         raise PluginError("it implements no hook", hint="mark its functions with forkd.specs.hookspecs.hookimpl")
     given = _collect(trial.hook)
     given.merge_into(plugins)
+    _order_builders(plugins, candidate.name, callers, given.tables.get("rootfs builder", {}))
     record.provides = given.names()
     plugins.manager.register(module, candidate.name)
     if "forkd_observe" in record.hooks:
         plugins.observers[candidate.name] = trial.hook.forkd_observe
     record.status = LOADED
+
+
+def _order_builders(plugins: Plugins, plugin: str, callers: list[pluggy.HookCaller], mine: Iterable[str]) -> None:
+    """Heed the order a plugin asks for: each has a manager of its own, in which pluggy has nothing to order."""
+    for caller in callers:
+        if caller.name == "forkd_register_rootfs_builders":
+            rank = sum(one.trylast - one.tryfirst for one in caller.get_hookimpls())
+            plugins.builder_owners |= {name: (rank, plugin) for name in mine}
+    rows = plugins.rootfs_builders.items()
+    plugins.rootfs_builders = dict(sorted(rows, key=lambda row: plugins.builder_owners[row[0]][0]))
 
 
 @dataclass(slots=True)
@@ -197,6 +216,8 @@ class _Given:
         table[name] = thing
 
     def merge_into(self, plugins: Plugins) -> None:
+        if own := sorted(self.tables.get("command", {}).keys() & VERBS.keys()):
+            raise PluginError(f"the command {own[0]!r} is forkd's own", hint="give the verb another name")
         targets = {kind: getattr(plugins, attribute) for kind, attribute in KINDS.items()}
         for kind, table in self.tables.items():
             if taken := sorted(table.keys() & targets[kind].keys()):

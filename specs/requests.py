@@ -17,9 +17,11 @@ class CreateSnapshot(msgspec.Struct, kw_only=True):
     """Boot a parent and capture it: from an ``image`` reference, or from ``rootfs`` (and ``kernel``) files.
 
     ``tap`` is a device of the host that leads to the network while it boots and warms up; its children have their own.
+    With ``reuse`` a snapshot that has the tag already, or is just being made by another request, is the answer.
     """
 
     tag: str
+    reuse: bool = False
     image: str | None = None
     extras: list[str] = []
     size_mib: int = 1536
@@ -277,8 +279,9 @@ class Cleanup(msgspec.Struct, kw_only=True):
 
 
 class Setup(msgspec.Struct, kw_only=True):
-    """Fetch the guest kernel and make the initramfs."""
+    """Fetch the guest kernel, or take in the ``kernel`` of that path on the daemon's host, and make the initramfs."""
 
+    kernel: str | None = None
     refresh: bool = False
 
 

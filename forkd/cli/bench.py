@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.command("bench")
 @click.option("--tag", help="Snapshot to use; default the first that can be forked.")
 @click.option("-n", "--n", "count", type=click.IntRange(1, 1000), default=5, show_default=True, help="Grandchildren.")
-@click.option("--per-child-netns", type=bool, default=False, show_default=True, help="Networks of their own.")
+@click.option("--per-child-netns", type=bool, default=False, show_default=True, help="Own networks; as root.")
 @json_option
 def command(tag: str | None, count: int, per_child_netns: bool, as_json: bool) -> None:
     """Spawn, exec, branch, fan out from the branch, clean up; how long each step takes for a client."""

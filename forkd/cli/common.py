@@ -27,6 +27,9 @@ cache_option = click.option(
     expose_value=False,
     help="Accepted for compatibility: root file systems are cached by content, in the data directory.",
 )
+tap_option = click.option(
+    "--tap", envvar="FORKD_TAP", help="A tap device of the host for its network while it boots and warms up."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 
@@ -36,7 +39,7 @@ def daemon_options(command: click.Command) -> click.Command:
         for inner in command.commands.values():
             daemon_options(inner)
     elif not any(param.name == URL for param in command.params):
-        about = "The daemon to talk to; `local` for none. Found by itself if not given. [env: FORKD_URL]"
+        about = "The daemon: http://…, unix:///PATH; `local` for none. Found by itself if not given. [env: FORKD_URL]"
         command.params += [
             click.Option(["--daemon-url", URL], help=about, callback=_keep, expose_value=False),
             click.Option(

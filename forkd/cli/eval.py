@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forkd.sdk.async_controller import AsyncController
 
 
-@click.command("eval", context_settings={"ignore_unknown_options": True})
+@click.command("eval", context_settings={"allow_interspersed_args": False})
 @target_options
 @click.option("--timeout-secs", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
 @json_option

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT = 30.0
 
 
-@click.command("exec", context_settings={"ignore_unknown_options": True})
+@click.command("exec", context_settings={"allow_interspersed_args": False})
 @target_options
 @click.option("-i", "--interactive", is_flag=True, help="Pass standard input on.")
 @click.option("-t", "--tty", is_flag=True, help="Give it a terminal.")

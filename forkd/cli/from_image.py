@@ -6,7 +6,15 @@ import os
 
 import click
 
-from forkd.cli.common import cache_option, json_option, local_reference, print_json, progress_bar, with_controller
+from forkd.cli.common import (
+    cache_option,
+    json_option,
+    local_reference,
+    print_json,
+    progress_bar,
+    tap_option,
+    with_controller,
+)
 
 
 @click.command("from-image")
@@ -19,6 +27,7 @@ from forkd.cli.common import cache_option, json_option, local_reference, print_j
 @click.option("--warmup", multiple=True, help="Python to run in the warm interpreter first; repeatable.")
 @cache_option
 @click.option("--kernel", envvar="FORKD_KERNEL", help="Kernel to boot instead of the one `forkd setup` fetches.")
+@tap_option
 @click.option("--boot-wait-secs", default=0.0, show_default=True, help="Extra seconds to let the guest settle.")
 @json_option
 def command(
@@ -30,6 +39,7 @@ def command(
     vcpus: int,
     warmup: tuple[str, ...],
     kernel: str | None,
+    tap: str | None,
     boot_wait_secs: float,
     as_json: bool,
 ) -> None:
@@ -50,6 +60,7 @@ def command(
         "vcpus": vcpus,
         "warmup": list(warmup),
         "kernel": os.path.abspath(kernel) if kernel else None,
+        "tap": tap,
         "boot_wait_secs": boot_wait_secs,
     }
     with progress_bar() as progress:

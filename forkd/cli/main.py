@@ -10,59 +10,8 @@ import click
 
 from forkd import __version__, frozen
 from forkd.cli.common import daemon_options
+from forkd.verbs import VERBS
 
-VERBS = {
-    "quickstart": ("forkd.cli.quickstart", "Set up, build a parent, fork children, show figures."),
-    "doctor": ("forkd.cli.doctor", "Check the host, with a hint for what is missing."),
-    "setup": ("forkd.cli.setup", "Fetch the guest kernel; with --host, prepare the host."),
-    "from-image": ("forkd.cli.from_image", "Image reference to warmed snapshot in one step."),
-    "build": ("forkd.cli.build", "Recipe or Dockerfile to warmed snapshot, every step cached."),
-    "parent": ("forkd.cli.parent", "Build root file systems."),
-    "mcp": ("forkd.cli.mcp", "Serve forkd as tools to an agent (Model Context Protocol)."),
-    "snapshot": ("forkd.cli.snapshot", "Boot a rootfs, warm it, capture it."),
-    "fork": ("forkd.cli.fork", "Fork N children from a snapshot."),
-    "run": ("forkd.cli.run", "Run one command in a fresh child of an image."),
-    "exec": ("forkd.cli.exec", "Run a command in a sandbox."),
-    "shell": ("forkd.cli.shell", "Open a terminal in a sandbox."),
-    "ps": ("forkd.cli.ps", "List the processes of a sandbox."),
-    "cp": ("forkd.cli.cp", "Copy files and directories to and from a sandbox."),
-    "port-forward": ("forkd.cli.port_forward", "Reach a server in a sandbox at a port of this host."),
-    "eval": ("forkd.cli.eval", "Evaluate code in a sandbox's warm interpreter."),
-    "ping": ("forkd.cli.ping", "Ask a sandbox's agent whether it is there."),
-    "spawn": ("forkd.cli.spawn", "Fork children that stay; needs a daemon."),
-    "ls": ("forkd.cli.ls", "List running sandboxes."),
-    "kill": ("forkd.cli.kill", "End sandboxes."),
-    "fanout": ("forkd.cli.fanout", "Run a command in many forks and keep the best."),
-    "diff": ("forkd.cli.diff", "How a sandbox differs from another or from a snapshot."),
-    "logs": ("forkd.cli.logs", "Print what a sandbox's console or VMM said."),
-    "pause": ("forkd.cli.pause", "Stop the CPUs of sandboxes."),
-    "resume": ("forkd.cli.resume", "Let paused sandboxes run on."),
-    "label": ("forkd.cli.label", "Give a sandbox labels and a name."),
-    "renew": ("forkd.cli.renew", "Change how long a sandbox may live."),
-    "rollback": ("forkd.cli.rollback", "Put a sandbox back to one of its snapshots."),
-    "promote": ("forkd.cli.promote", "Let a fork take over from its source."),
-    "images": ("forkd.cli.images", "List local snapshots."),
-    "rmi": ("forkd.cli.rmi", "Remove snapshots."),
-    "prune": ("forkd.cli.prune", "Remove the snapshots that rules let go."),
-    "pin": ("forkd.cli.pin", "Keep snapshots from being removed."),
-    "unpin": ("forkd.cli.unpin", "Let pinned snapshots be removed again."),
-    "pack": ("forkd.cli.pack", "Write a snapshot as one portable file."),
-    "unpack": ("forkd.cli.unpack", "Take in a pack file."),
-    "push": ("forkd.cli.push", "Send a snapshot to a registry."),
-    "pull": ("forkd.cli.pull", "Fetch a snapshot from a registry."),
-    "hub": ("forkd.cli.hub", "Look into registries; keys, logins and trust."),
-    "snapshot-diff": ("forkd.cli.snapshot_diff", "Run a command in a child; keep what it changed as a layer."),
-    "snapshot-info": ("forkd.cli.snapshot_info", "Lineage and sizes of a snapshot."),
-    "snapshot-compact": ("forkd.cli.snapshot_compact", "Flatten a chain of layers."),
-    "bench": ("forkd.cli.bench", "How quick is forkd here: spawn, exec, branch, fan-out."),
-    "wp-bench": ("forkd.cli.wp_bench", "Measure userfaultfd write protection."),
-    "where": ("forkd.cli.where", "Print the data directory."),
-    "plugin": ("forkd.cli.plugin", "List plugins; check one; start a new one."),
-    "workspace": ("forkd.cli.workspace", "Named sandboxes that are suspended and resumed."),
-    "daemon": ("forkd.cli.daemon", "Serve the REST API; sandboxes outlive commands."),
-    "completion": ("forkd.cli.completion", "Completion for bash, zsh or fish."),
-    "cleanup": ("forkd.cli.cleanup", "Find and remove what killed commands left behind."),
-}
 WITHOUT_DAEMON = {"completion", "daemon", "where", "wp-bench"}
 
 
@@ -99,8 +48,7 @@ def foreign_verbs() -> dict[str, tuple[str, str]]:
     from forkd.config import load_settings
     from forkd.pluginmanager import load_plugins
 
-    commands = load_plugins(load_settings(), bundled=()).commands
-    return {name: verb for name, verb in commands.items() if name not in VERBS}
+    return load_plugins(load_settings(), bundled=()).commands
 
 
 def print_version(context: click.Context, option: click.Parameter, wanted: bool) -> None:

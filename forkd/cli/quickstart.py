@@ -23,6 +23,13 @@ EXPECTED = "[0.0, 0.0, 0.0, 0.0, 0.0]"
 @click.option("--image", default="debian:bookworm", show_default=True)
 @click.option("--extra", "extras", multiple=True, default=("python3-numpy",), show_default=True)
 @click.option("--tag", default="python-numpy", show_default=True, help="Tag under which the parent stays.")
+@click.option(
+    "-y",
+    "--yes",
+    is_flag=True,
+    expose_value=False,
+    help="Accepted for compatibility: nothing of the host is changed, so nothing is asked.",
+)
 @json_option
 def command(count: int, image: str, extras: tuple[str, ...], tag: str, as_json: bool) -> None:
     """Fetch a kernel, build and warm a parent, fork children, have each answer a numpy expression."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from forkd.cli.common import json_option, print_json, progress_bar, with_controller
+from forkd.cli.common import json_option, print_json, progress_bar, tap_option, with_controller
 
 
 @click.command("snapshot")
@@ -31,7 +31,13 @@ from forkd.cli.common import json_option, print_json, progress_bar, with_control
     help="An ext4 image of the host, mounted in the guest at GUEST; repeatable. The image is never written: with rw, "
     "the default, each child keeps what it writes in its own RAM.",
 )
-@click.option("--tap", envvar="FORKD_TAP", help="A tap device of the host for its network while it boots and warms up.")
+@tap_option
+@click.option(
+    "--keep-workdir",
+    is_flag=True,
+    expose_value=False,
+    help="Accepted for compatibility: a boot that fails says what was in its console.",
+)
 @click.option("--warmup", multiple=True, help="Python to run in the warm interpreter first; repeatable.")
 @json_option
 def command(

@@ -13,12 +13,12 @@ import trio
 
 
 @asynccontextmanager
-async def file_lock(path: Path) -> AsyncIterator[None]:
-    """Hold the lock at ``path`` (made if absent, never removed). The kernel drops it when the holder dies.
+async def file_lock(path: Path, *, make: bool = True) -> AsyncIterator[None]:
+    """Hold the lock at ``path`` (made if absent, or else FileNotFoundError). The kernel drops it when the holder dies.
 
     It also excludes other tasks of this process. On cancellation while waiting, the lock is not held afterwards.
     """
-    waiting = _Waiting(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    waiting = _Waiting(os.open(path, os.O_RDWR | (os.O_CREAT if make else 0) | os.O_CLOEXEC, 0o600))
     try:
         await trio.to_thread.run_sync(waiting.acquire, abandon_on_cancel=True)
         yield

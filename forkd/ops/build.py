@@ -30,7 +30,6 @@ async def build_rootfs(
     request = ImageRequest(image, extras)
     key = f"{builder.name}|{await builder.content_key(request)}|{size_mib}|{DISK_FORMAT}"
     if (disk := runtime.disks.built(key)) is not None:
-        progress("rootfs is cached", 1.0)
         return disk
 
     async def make(work: Path, out: Path) -> Disk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from forkd.network import check_host_tap
@@ -9,10 +10,10 @@ from forkd.ops.build import build_rootfs
 from forkd.ops.lifecycle import check_pairs
 from forkd.ops.setup import kernel_files
 from forkd.ops.snapshot import ParentSpec, check_hardware, snapshot_parent
-from forkd.ops.volumes import check_volumes, take_in
+from forkd.ops.volumes import check_ext4, check_volumes, take_in
 from forkd.provision import add_kernel
 from forkd.runtime import Progress, Runtime
-from forkd.specs.errors import BadInput, TagTaken
+from forkd.specs.errors import BadInput, SnapshotNotFound, TagTaken
 from forkd.specs.models import FileRef
 from forkd.specs.requests import CreateSnapshot
 from forkd.store.snapshots import Stored
@@ -21,7 +22,20 @@ MAX_BOOT_WAIT = 60
 
 
 async def create_parent(runtime: Runtime, request: CreateSnapshot, progress: Progress) -> Stored:
-    """Make the snapshot ``request`` describes. Refuses everything it can before the long work begins."""
+    """Make the snapshot ``request`` describes, or with ``reuse`` take the one of its tag, waiting for its maker."""
+    while True:
+        try:
+            return await _create(runtime, request, progress)
+        except TagTaken:
+            if not request.reuse:
+                raise
+        await runtime.snapshots.until_made(request.tag)
+        with suppress(SnapshotNotFound):  # its maker failed: it is ours to make
+            return runtime.snapshots.load(request.tag)
+
+
+async def _create(runtime: Runtime, request: CreateSnapshot, progress: Progress) -> Stored:
+    """Refuses everything it can before the long work begins."""
     check_pairs("labels", request.labels)
     hardware = check_hardware(request.vcpus, request.mem_size_mib)
     if not 0 <= request.boot_wait_secs <= MAX_BOOT_WAIT:
@@ -32,6 +46,8 @@ async def create_parent(runtime: Runtime, request: CreateSnapshot, progress: Pro
         raise TagTaken(
             f"snapshot {request.tag!r} exists already", hint=f"pick another tag, or remove it: forkd rmi {request.tag}"
         )
+    if request.rootfs is not None:
+        check_ext4(Path(request.rootfs), "rootfs", "forkd parent build makes one of an image or a directory")
     check_volumes(request.volumes)
     if request.tap is not None:
         check_host_tap(request.tap)

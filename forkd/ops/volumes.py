@@ -40,7 +40,7 @@ def check_volumes(requests: Sequence[VolumeRequest]) -> None:
     if sum(map(len, paths)) > MAX_PATHS:
         raise BadInput(f"the volumes' paths in the guest have more than {MAX_PATHS} letters together")
     for one in requests:
-        _check_ext4(Path(one.host_path))
+        check_ext4(Path(one.host_path), "volume", "mkfs.ext4 -d DIR volume.ext4 256M makes one")
 
 
 async def take_in(runtime: Runtime, requests: Sequence[VolumeRequest], progress: Progress) -> tuple[Volume, ...]:
@@ -60,17 +60,18 @@ async def volume_disks(runtime: Runtime, engine: Engine, volumes: Sequence[Volum
     return tuple(VolumeDisk(runtime.disks.find(one.disk), one.guest_path, one.read_only) for one in volumes)
 
 
-def _check_ext4(path: Path) -> None:
+def check_ext4(path: Path, what: str, hint: str) -> None:
+    """Raise BadInput, with ``hint``, for what no guest could mount."""
     try:
         with open(path, "rb") as image:
             head = image.read(_SUPERBLOCK + 1024)[_SUPERBLOCK:]
     except OSError as error:
-        hint = "a volume is a file: mkfs.ext4 -d DIR volume.ext4 256M makes one" if path.is_dir() else None
-        raise BadInput(f"volume {path} cannot be read: {os.strerror(error.errno or 0)}", hint=hint) from error
+        hint = f"a {what} is a file: {hint}" if path.is_dir() else ""
+        raise BadInput(f"{what} {path} cannot be read: {os.strerror(error.errno or 0)}", hint=hint or None) from error
     where, magic = _MAGIC
     if head[where : where + 2] != magic:
-        raise BadInput(f"volume {path} is not an ext4 image", hint="mkfs.ext4 -d DIR volume.ext4 256M makes one")
+        raise BadInput(f"{what} {path} is not an ext4 image", hint=hint)
     if int.from_bytes(head[_INCOMPATIBLE : _INCOMPATIBLE + 4], "little") & _NEEDS_RECOVERY:
         raise BadInput(
-            f"volume {path} is in use, or was not unmounted", hint=f"unmount it, or repair it: fsck.ext4 -p {path}"
+            f"{what} {path} is in use, or was not unmounted", hint=f"unmount it, or repair it: fsck.ext4 -p {path}"
         )

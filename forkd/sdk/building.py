@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import posixpath
 import re
 from collections.abc import Awaitable
 from string import Template
@@ -103,7 +104,8 @@ async def _do(controller: AsyncController, sandbox: str, step: Step) -> None:
             said = done["error"] or (done["stdout"] + done["stderr"])[-TAIL:].strip()
             raise BuildFailed(f"{step.title()} ended with {done['exit_code']}: {said}")
     elif isinstance(step, Files):
-        for source, path, mode in step.pairs:
+        paths = await _absolute(controller, sandbox, [path for _, path, _ in step.pairs])
+        for (source, _, mode), path in zip(step.pairs, paths, strict=True):
             data = await trio.to_thread.run_sync(read_file, source)
             await controller.write_file(sandbox, path, data, mode=mode, make_parents=True)
     elif isinstance(step, Evaluate):
@@ -124,8 +126,20 @@ async def _set(controller: AsyncController, sandbox: str, step: Defaults) -> Non
         workdir = workdir and Template(workdir).safe_substitute(there)
         user = user and Template(user).safe_substitute(there)
         if workdir is not None:
+            (workdir,) = await _absolute(controller, sandbox, [workdir])
             await controller.make_directory(sandbox, workdir, parents=True)
     await controller.prepare_sandbox(sandbox, env=env, workdir=workdir, user=user)
+
+
+async def _absolute(controller: AsyncController, sandbox: str, paths: list[str]) -> list[str]:
+    """Guest paths as commands there would take them; where they begin, only the guest knows: the image may say it."""
+    if all(path.startswith("/") for path in paths):
+        return paths
+    done = await controller.exec_command(sandbox, ["pwd"])
+    if done["exit_code"] != 0:
+        raise BuildFailed(f"where {paths[0]} is cannot be had: {done['error'] or done['stderr'][-TAIL:]}")
+    here = done["stdout"].removesuffix("\n")
+    return [posixpath.normpath(posixpath.join(here, path)) for path in paths]
 
 
 async def _variables(controller: AsyncController, sandbox: str, texts: list[str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ OnOutput = Callable[[str, bytes], None]
 NDJSON = "application/x-ndjson"
 GRACE = 10.0
 """Seconds by which the connection outlasts a time limit the daemon keeps."""
+UNIX = "unix://"
 UNPROXIED = ("all://127.0.0.1", "all://localhost", "all://[::1]")
 """This host itself, which no proxy of the environment (``HTTP_PROXY``) can reach and none may be told the token of."""
 
@@ -44,11 +45,14 @@ class Controller(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
     ) -> None:
         """``base_url`` defaults to ``FORKD_URL``, then to the daemon of the data directory, then to the default port.
 
-        ``token`` defaults to ``FORKD_TOKEN``.
+        It is http://, https://, or unix:// and the path of a daemon's socket. ``token`` defaults to ``FORKD_TOKEN``.
         """
         base_url = base_url or os.environ.get("FORKD_URL")
         if base_url is None and transport is None and (path := own_socket()) is not None:
-            base_url, transport = "http://forkd", httpx.HTTPTransport(uds=path)
+            base_url = f"{UNIX}{path}"
+        if base_url is not None and base_url.startswith(UNIX):
+            transport = transport or httpx.HTTPTransport(uds=base_url.removeprefix(UNIX))
+            base_url = "http://forkd"
         self.base_url = (base_url or DEFAULT_URL).rstrip("/")
         self.timeout = timeout
         token = token or os.environ.get("FORKD_TOKEN")
@@ -80,9 +84,9 @@ class Controller(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
         """Every plugin, with its status and what it provides."""
         return self._call("GET", "/v1/plugins")
 
-    def setup(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
-        """Fetch the guest kernel if it is not there."""
-        return self._stream("/v1/setup", {}, on_progress)
+    def setup(self, on_progress: OnProgress | None = None, kernel: str | None = None) -> dict[str, Any]:
+        """Fetch the guest kernel if it is not there, or take in ``kernel``, a path of the daemon's host."""
+        return self._stream("/v1/setup", {"kernel": kernel}, on_progress)
 
     def doctor(self) -> list[dict[str, Any]]:
         """Whether the host is fit: rows of name, status (PASS, WARN, FAIL, SKIP), detail and hint."""

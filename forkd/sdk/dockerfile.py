@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import posixpath
 import re
 import shlex
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ def read_dockerfile(path: Path, context: Path | None = None) -> Recipe:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read: {error}") from error
-    image, steps, workdir, folder = None, list[Step](), "/", context or path.parent
+    image, steps, folder = None, list[Step](), context or path.parent
     for number, word, rest in _instructions(text):
         where = f"{path}:{number}"
         if word in WITHOUT_EFFECT:
@@ -45,8 +44,7 @@ def read_dockerfile(path: Path, context: Path | None = None) -> Recipe:
         elif word == "ENV":
             steps.append(Defaults(env=_variables(rest, where), expand=True))
         elif word == "WORKDIR":
-            workdir = posixpath.join(workdir, rest)
-            steps.append(Defaults(workdir=workdir, expand=True))
+            steps.append(Defaults(workdir=rest, expand=True))
         else:
             steps.append(Defaults(user=rest, expand=True))
     if image is None:
@@ -64,12 +62,15 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
         goes_on = line.rstrip().endswith("\\")
         lines.append(line.rstrip().removesuffix("\\") if goes_on else line)
         if not goes_on:
-            word, _, rest = "".join(lines).strip().partition(" ")
-            yield begun, word.upper(), rest.strip()
+            yield begun, *_instruction("".join(lines))
             lines = []
     if lines:
-        word, _, rest = "".join(lines).strip().partition(" ")
-        yield begun or number, word.upper(), rest.strip()
+        yield begun or number, *_instruction("".join(lines))
+
+
+def _instruction(line: str) -> tuple[str, str]:
+    word, *rest = line.split(None, 1)
+    return word.upper(), rest[0].strip() if rest else ""
 
 
 def _command(rest: str, where: str) -> tuple[str, ...]:
@@ -86,8 +87,11 @@ def _copy(rest: str, context: Path, where: str) -> Files:
         raise BadInput(f"{where}: flags of COPY are not understood", hint="change owners with RUN chown")
     if len(words) < 2:
         raise BadInput(f"{where}: COPY needs a source and a target")
+    if any("$" in word for word in words):
+        raise BadInput(f"{where}: variables in COPY are not understood", hint="copy to . after a WORKDIR that has them")
     *sources, target = words
-    into = target if len(sources) == 1 or target.endswith("/") else f"{target}/"
+    folder = len(sources) > 1 or target.endswith(("/", "/.")) or target in (".", "..")
+    into = f"{target.rstrip('/')}/" if folder else target
     pairs = [pair for source in sources for pair in local_files(context, source.lstrip("/"), into)]
     return Files(tuple(pairs))
 
@@ -95,10 +99,10 @@ def _copy(rest: str, context: Path, where: str) -> Files:
 def _variables(rest: str, where: str) -> dict[str, str]:
     """``NAME=value NAME="other value"``, or the old ``NAME value``."""
     if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", rest):
-        name, _, value = rest.partition(" ")
+        name, *value = rest.split(None, 1)
         if not value:
             raise BadInput(f"{where}: ENV {name} has no value")
-        return {name: value.strip()}
+        return {name: value[0]}
     pairs = [word.partition("=") for word in shlex.split(rest)]
     if not all(equals for _, equals, _ in pairs):
         raise BadInput(f"{where}: ENV has a word that sets nothing")

@@ -11,6 +11,7 @@ import msgspec
 import trio
 
 from forkd.linux import sparse
+from forkd.linux.filelock import file_lock
 from forkd.specs.errors import BadInput, SnapshotBroken
 from forkd.specs.models import FileRef
 from forkd.store import files
@@ -69,8 +70,16 @@ class DiskStore:
         return disk
 
     async def build(self, key: str, make: Callable[[Path, Path], Awaitable[Disk]]) -> Disk:
-        """Let ``make(work, out)`` write a disk to ``out``, ``work`` being scratch space; keep it under ``key``."""
+        """Let ``make(work, out)`` write a disk to ``out``, ``work`` being scratch space; keep it under ``key``.
+
+        Builds of one key take turns, in other processes too, and whoever waited has the disk of the first: a file
+        system made anew has other bytes, and what is named by them would be two.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
+        async with file_lock(self._pointer(key).with_suffix(".lock")):
+            return self.built(key) or await self._build(key, make)
+
+    async def _build(self, key: str, make: Callable[[Path, Path], Awaitable[Disk]]) -> Disk:
         work = self.root / f".stage-{os.getpid()}-{hashlib.sha256(os.urandom(16)).hexdigest()[:8]}"
         with files.disk_full_as_no_space(self.root):
             work.mkdir()

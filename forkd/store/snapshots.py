@@ -6,12 +6,14 @@ import hashlib
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from forkd.linux.exchange import exchange
+from forkd.linux.filelock import file_lock
 from forkd.specs.errors import SnapshotBroken, SnapshotNotFound, SnapshotPinned, TagTaken
 from forkd.specs.models import SNAPSHOT_FORMAT, Snapshot
 from forkd.specs.tags import check_tag
@@ -149,6 +151,12 @@ class SnapshotStore:
             lock = FileLock.try_take(directory / "lock")
         assert lock is not None, "a directory we made under the store lock cannot be locked by another"
         return Stage(tag, directory, target, lock, replaces)
+
+    async def until_made(self, tag: str) -> None:
+        """Wait while somebody alive is making ``tag``; he may have failed."""
+        with suppress(FileNotFoundError):
+            async with file_lock(self.root / f"{STAGE}{check_tag(tag)}" / "lock", make=False):
+                pass
 
     def load(self, tag: str) -> Stored:
         """Read one snapshot's manifest. Raises SnapshotNotFound, SnapshotBroken."""

@@ -1,6 +1,6 @@
 """How much a misbehaving child slows its neighbours: p99 of their evals, quiet and beside each abuser, in one run.
 
-Run: python tests/bench/abuse.py [evals]     (root, cgroups; uses the test data's parent)
+Run: python tests/bench/abuse.py [evals]     (root, cgroups; the parent `python-numpy` in the data directory)
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ async def abuse(abuser: Sandbox, command: list[str]) -> None:
 
 
 async def main(count: int) -> None:
-    settings = load_settings(data_dir=Path(__file__).parents[2] / ".work/test-data")
-    async with open_runtime(settings) as runtime:
+    async with open_runtime(load_settings()) as runtime:
         neighbours = [await child(runtime, ForkOptions()) for _ in range(2)]
         await evals(neighbours, 40)
         quiet = await evals(neighbours, count)

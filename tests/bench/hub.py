@@ -5,6 +5,7 @@ Run it alone: ``python tests/bench/hub.py [DATA_DIR [TAG]]``; the data directory
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
@@ -37,6 +38,8 @@ def main() -> None:
     data = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".work/test-data").absolute()
     tag = sys.argv[2] if len(sys.argv) > 2 else "python-numpy"
     memory = data / "snapshots" / tag / "memory.bin"
+    manifest = json.loads((memory.parent / "snapshot.json").read_text())
+    disks = [data / "rootfs" / f"{manifest['rootfs']['digest'].partition(':')[2]}.ext4"]
     forkd = [sys.executable, "-m", "forkd"]
     with tempfile.TemporaryDirectory(dir=data.parent) as name:
         work = Path(name)
@@ -49,7 +52,6 @@ def main() -> None:
         rows: dict[str, list[tuple[float, float, float]]] = {"zstd": [], "pack": [], "unpack": []}
         run("cat", str(memory))
         for _ in range(ROUNDS):
-            disks = sorted({path.resolve() for path in (host / "rootfs").glob("*.ext4") if physical(path)})
             seconds = cpu = 0.0
             for path in (memory, *disks):
                 spent, busy, _ = run("zstd", f"-{LEVEL}", "-T2", "-q", "-f", "-o", str(work / "zstd.out"), str(path))

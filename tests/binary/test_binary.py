@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from forkd.cli.main import VERBS
 from forkd.pluginmanager import DEFAULT_PLUGINS
+from forkd.verbs import VERBS
 from tests.conftest import ROOT
 
 DIST = ROOT / "dist"

@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Daemon, run_forkd
 
 PACKAGING = ROOT / "packaging"
 
@@ -132,3 +133,30 @@ def test_the_wheel_has_one_top_level_name_and_everything_in_it(tmp_path: Path) -
         *("forkd/hub/__init__.py", "forkd/cli/main.py"),
     }
     assert wanted <= set(names), wanted - set(names)
+
+
+def test_the_binary_is_built_again_when_anything_in_it_has_changed() -> None:
+    told = subprocess.run(["make", "-pnq", "dist/forkd"], cwd=ROOT, capture_output=True, text=True).stdout
+    needs = next(line for line in told.splitlines() if line.startswith("dist/forkd:")).split()[1:]
+    known = {(ROOT / name).resolve() for name in needs}
+    for folder in ("guest", "specs/schemas", "specs/formats", "docs", "forkd/testing/skeletons"):
+        inside = {path.resolve() for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts}
+        assert {path for path in inside if path.is_file()} <= known
+
+
+def test_a_containers_health_is_the_daemons(tmp_path: Path, start_daemon: Callable[..., Daemon]) -> None:
+    text = (PACKAGING / "Dockerfile").read_text()
+    probe = re.search(r'^HEALTHCHECK .* CMD \["forkd", (.*)\]$', text, re.MULTILINE)
+    assert probe is not None
+    args = [word.strip('"').replace("/var/lib/forkd", str(tmp_path)) for word in probe[1].split(", ")]
+    daemon = start_daemon(tmp_path)
+    assert run_forkd(tmp_path, *args).returncode == 0
+    daemon.stop()
+    done = run_forkd(tmp_path, *args)
+    assert (done.returncode, "cannot be reached" in done.stderr) == (1, True), done.stderr
+
+
+def test_the_manifest_gives_forkd_the_devices_and_places_it_needs() -> None:
+    text = (PACKAGING / "kubernetes.yaml").read_text()
+    assert "privileged: true" in text
+    assert "mountPath: /run}" in text

@@ -64,6 +64,12 @@ BROKEN = {
         "@hookimpl\ndef forkd_register_branch_modes(register):\n    register(Other())\n    register(LiveMode())\n",
         "'live' is taken",
     ),
+    "a verb of forkd's own": (
+        "from forkd.specs.hookspecs import hookimpl\n"
+        "@hookimpl\ndef forkd_register_commands(commands):\n"
+        "    commands('mine', 'x:y', '')\n    commands('where', 'x:y', '')\n",
+        "the command 'where' is forkd's own",
+    ),
     "half a contract": (
         "from forkd.specs.hookspecs import hookimpl\nclass Half:\n    name = 'half'\n"
         "@hookimpl\ndef forkd_register_branch_modes(register): register(Half())\n",
@@ -175,6 +181,40 @@ def test_an_observer_or_check_that_raises_is_named_and_not_asked_again(folder: P
     assert "forkd_observe" in (plugins.records["bad_observer"].error or "")
     details = " ".join(check.detail for check in plugins.checks(HostProbe()))
     assert "bad_doctor" in details and "bad_observer" in details
+
+
+BUILDER = """
+    from forkd.specs.hookspecs import hookimpl
+
+    class Mine:
+        name = "NAME"
+        def accepts(self, reference): RETURN
+        async def content_key(self, request): return ""
+        async def build(self, request, target, progress): ...
+
+    @hookimpl
+    def forkd_register_rootfs_builders(register): register(Mine())
+"""
+
+
+def test_a_foreign_rootfs_builder_is_asked_before_the_one_that_takes_nearly_everything(
+    folder: Path, write: Write
+) -> None:
+    write("mine", BUILDER.replace("RETURN", "return reference.startswith('mine:')"))
+    write("last", BUILDER.replace("RETURN", "return True").replace("@hookimpl", "@hookimpl(trylast=True)"))
+    first = BUILDER.replace("RETURN", "return reference == 'debian'")
+    write("first", first.replace("@hookimpl", "@hookimpl(tryfirst=True)"))
+    plugins = load(folder)
+    asked = ("mine:thing", "busybox:thing", "debian:bookworm", "debian", "what no image can be called")
+    assert [plugins.rootfs_builder(each).name for each in asked] == ["mine", "oci", "debian", "first", "last"]
+
+
+def test_a_rootfs_builder_that_raises_when_asked_is_named_and_passed_over(folder: Path, write: Write) -> None:
+    write("bad_builder", BUILDER.replace("RETURN", "raise KeyError('x')"))
+    plugins = load(folder)
+    assert [plugins.rootfs_builder(each).name for each in ("busybox:1", "busybox:2")] == ["oci", "oci"]
+    record = plugins.records["bad_builder"]
+    assert (record.status, record.error) == ("failed", "its rootfs builder 'bad_builder' raised: KeyError: 'x'")
 
 
 def test_a_plugin_is_disabled_by_name_wherever_it_comes_from(folder: Path, write: Write) -> None:

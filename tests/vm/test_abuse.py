@@ -49,6 +49,7 @@ async def test_an_abuser_is_held_by_its_limit_which_is_named_and_its_neighbour_g
     command, limit = ABUSES[what]
     (abuser,) = await controller.spawn_sandboxes(PARENT, 1, **LIMITS)
     (neighbour,) = await controller.spawn_sandboxes(PARENT, 1)
+    await controller.eval_code(neighbour["id"], "open('/root/kept', 'w').write('kept'); kept = 7")
 
     async def abuse() -> None:
         try:
@@ -62,5 +63,13 @@ async def test_an_abuser_is_held_by_its_limit_which_is_named_and_its_neighbour_g
             await named(controller, abuser["id"], limit)
         for number in range(5):
             assert (await controller.eval_code(neighbour["id"], f"{number} + 1", 60))["result"] == str(number + 1)
+        # what it had it has, it can be forked beside the abuser, and no limit was held against it
+        kept = await controller.eval_code(neighbour["id"], "(kept, open('/root/kept').read())", 60)
+        assert kept["result"] == "(7, 'kept')"
+        now = await controller.get_sandbox(neighbour["id"])
+        assert (now["pid"], now["status"], now["limits_hit"]) == (neighbour["pid"], "running", [])
+        (other,) = await controller.fork_sandbox(neighbour["id"], 1)
+        assert (await controller.eval_code(other["id"], "kept", 60))["result"] == "7"
         nursery.cancel_scope.cancel()
-    assert neighbour["id"] in {row["id"] for row in await controller.list_sandboxes()}
+    alive = {row["id"] for row in await controller.list_sandboxes()}
+    assert {neighbour["id"], other["id"]} <= alive

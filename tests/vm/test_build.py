@@ -48,15 +48,15 @@ async def test_a_dockerfile_becomes_a_parent_and_only_what_changed_is_built_agai
     fresh_tag: Callable[[str], str],
     steps: list[str],
 ) -> None:
-    registry.push_image("base", busybox_layers(data_dir), config={"Env": ["PATH=/bin"]})
+    registry.push_image("base", busybox_layers(data_dir), config={"Env": ["PATH=/bin"], "WorkingDir": "/srv"})
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "greet.sh").write_text("#!/bin/sh\necho hello from $WHO in $(pwd) as $(id -u)\n")
     (tmp_path / "app" / "greet.sh").chmod(0o755)
     text = [
         f"FROM {registry.reference('base')}",
         "ENV WHO=docker PATH=$PATH:/srv/app",
-        "WORKDIR /srv/app",
-        "COPY app /srv/app",
+        "WORKDIR app",
+        "COPY app .",
         "RUN echo built > /srv/app/mark",
         "USER agent",
     ]

@@ -18,6 +18,8 @@ from forkd.store.digests import sparse256_file
 
 pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
+OLD = 60
+"""Seconds a snapshot is to have aged before clocks are compared."""
 
 
 @pytest.fixture(autouse=True, params=["restore", "template"])
@@ -61,6 +63,9 @@ async def test_siblings_differ_in_everything_that_must_be_unique(controller: Asy
 
 
 async def test_clocks_agree_with_the_host_although_the_snapshot_is_old(controller: AsyncController) -> None:
+    made = (await controller.get_snapshot(PARENT))["created_at_unix"]
+    await trio.sleep(max(0, min(OLD, made + OLD - time.time())))  # only where the parent was made just now
+    assert time.time() - made >= OLD
     children = await controller.spawn_sandboxes(PARENT, 3)
     for child in children:
         before = time.time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from forkd.daemon.wire import Emit, EventStream, read_body, reply
 from forkd.ops.cleanup import Leftover, cleanup
 from forkd.ops.doctor import doctor
 from forkd.ops.setup import setup
-from forkd.specs.errors import BuildFailed, HostNotReady, NoSpace
+from forkd.specs.errors import BadInput, BuildFailed, HostNotReady, NoSpace
 from forkd.specs.requests import Cleanup, Setup
 
 
@@ -37,10 +38,11 @@ async def plugins(request: Request) -> Response:
 
 async def post_setup(request: Request) -> Response:
     """Fetch the guest kernel; progress as events."""
-    await read_body(request, Setup)
+    body = await read_body(request, Setup)
+    kernel = Path(body.kernel) if body.kernel is not None else None
 
     async def work(emit: Emit) -> Any:
-        return await with_progress(emit, lambda progress: setup(runtime_of(request), progress))
+        return await with_progress(emit, lambda progress: setup(runtime_of(request), progress, kernel))
 
     return EventStream(work)
 
@@ -68,7 +70,7 @@ routes = [
         {200: dict[str, Any]},
         body=Setup,
         events="only",
-        errors=(HostNotReady, BuildFailed, NoSpace),
+        errors=(BadInput, HostNotReady, BuildFailed, NoSpace),
     ),
     route("GET", "/v1/doctor", get_doctor, {200: list[dict[str, Any]]}),
     route("POST", "/v1/cleanup", post_cleanup, {200: list[Leftover]}, body=Cleanup),

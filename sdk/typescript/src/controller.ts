@@ -38,9 +38,9 @@ export class Controller extends HubMethods {
     return this.http.json('GET', '/v1/plugins');
   }
 
-  /** Fetch the guest kernel if it is not there. */
-  setup(onProgress?: OnProgress): Promise<Json> {
-    return this.long('/v1/setup', {}, onProgress);
+  /** Fetch the guest kernel if it is not there, or take in `kernel`, a path of the daemon's host. */
+  setup(onProgress?: OnProgress, kernel?: string): Promise<Json> {
+    return this.long('/v1/setup', { kernel }, onProgress);
   }
 
   /** Checks of the host, with what to do about those that fail. */

@@ -63,9 +63,10 @@ export interface CreateSandboxes {
   idle_pause_secs?: number | null;
 }
 
-/** Boot a parent and capture it: from an `image` reference, or from `rootfs` (and `kernel`) files. `tap` is a device of the host that leads to the network while it boots and warms up; its children have their own. */
+/** Boot a parent and capture it: from an `image` reference, or from `rootfs` (and `kernel`) files. `tap` is a device of the host that leads to the network while it boots and warms up; its children have their own. With `reuse` a snapshot that has the tag already, or is just being made by another request, is the answer. */
 export interface CreateSnapshot {
   tag: string;
+  reuse?: boolean;
   image?: string | null;
   extras?: string[];
   size_mib?: number;
@@ -488,8 +489,9 @@ export interface SetPool {
   size: number;
 }
 
-/** Fetch the guest kernel and make the initramfs. */
+/** Fetch the guest kernel, or take in the `kernel` of that path on the daemon's host, and make the initramfs. */
 export interface Setup {
+  kernel?: string | null;
   refresh?: boolean;
 }
 

@@ -24,7 +24,15 @@ def hello(name):
 @hookimpl
 def forkd_register_commands(commands):
     commands("hello", "greeter:hello", "Say hello.")
-    commands("where", "greeter:hello", "Never reached: the name is forkd's own.")
+'''
+TAKER = '''"""Wants a verb of forkd's own."""
+from forkd.specs.hookspecs import hookimpl
+
+
+@hookimpl
+def forkd_register_commands(commands):
+    commands("hi", "taker:nothing", "Left out too.")
+    commands("where", "taker:nothing", "Never reached.")
 '''
 
 
@@ -60,4 +68,8 @@ def test_info_shows_one_plugin(home: Path) -> None:
 def test_a_plugins_verb_is_listed_and_runs_but_never_replaces_one_of_ours(home: Path) -> None:
     assert "Say hello." in run_forkd(home, "--help").stdout
     assert run_forkd(home, "hello", "you").stdout == "hello you\n"
+    (home / "plugins" / "taker.py").write_text(TAKER)
+    (home / "plugins" / "taker.py").chmod(0o644)
+    listed = run_forkd(home, "--help")
+    assert "the command 'where' is forkd's own" in listed.stderr and "Left out too." not in listed.stdout
     assert run_forkd(home, "where").stdout == f"{home}\n"

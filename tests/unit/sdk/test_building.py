@@ -9,7 +9,7 @@ import pytest
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.building import build_recipe
 from forkd.sdk.errors import ControllerError
-from forkd.sdk.recipe import Defaults, Recipe, Run
+from forkd.sdk.recipe import Defaults, Files, Recipe, Run
 from forkd.specs.errors import BuildFailed, TagTaken
 
 STEPS = (Run(("sh", "-c", "one")), Run(("sh", "-c", "two")))
@@ -24,6 +24,7 @@ class Daemon(AsyncController):
         self.alive = False
         self.ran: list[str] = []
         self.prepared: dict[str, Any] = {}
+        self.written: list[str] = []
 
     async def list_snapshots(self) -> list[dict[str, Any]]:
         rows = self.snapshots.items()
@@ -67,6 +68,12 @@ class Daemon(AsyncController):
             raise ControllerError(502, {"error": "the guest is gone", "code": "guest_gone"}, "")
         failed = args[-1] == "false"
         return {"exit_code": int(failed), "stdout": self.values, "stderr": "no" * failed, "error": None}
+
+    async def write_file(self, sandbox_id: str, path: str, *rest: Any, **fields: Any) -> None:
+        self.written.append(path)
+
+    async def make_directory(self, sandbox_id: str, path: str, *rest: Any, **fields: Any) -> None:
+        pass
 
     async def prepare_sandbox(self, sandbox_id: str, *rest: Any, **fields: Any) -> None:
         self.prepared = fields
@@ -116,3 +123,11 @@ async def test_a_variable_of_several_lines_does_not_shift_the_others() -> None:
     daemon = Daemon(values="1\n2\0three\0")
     await build(daemon, Defaults({"ALL": "$A $B"}, expand=True))
     assert daemon.prepared["env"] == {"ALL": "1\n2 three"}
+
+
+async def test_relative_paths_begin_where_commands_of_the_guest_do() -> None:
+    daemon = Daemon(values="/srv\n")
+    pairs = (("x", "./a", 0o644), ("x", "../b", 0o644), ("x", "/c", 0o644))
+    await build(daemon, Files(pairs), Defaults(workdir="app", expand=True))
+    assert daemon.written == ["/srv/a", "/b", "/c"]
+    assert daemon.prepared["workdir"] == "/srv/app"

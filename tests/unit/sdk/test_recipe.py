@@ -167,6 +167,19 @@ CMD ["python"]
     )
 
 
+def test_a_dockerfiles_relative_paths_stay_so_until_the_guest_says_where_it_is(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    read = dockerfile(
+        tmp_path,
+        "FROM x\nWORKDIR\tapp\nENV\tA b\nCOPY a.txt .\nCOPY a.txt b.txt ./src\nCOPY a.txt c\nCOPY a.txt ..\nRUN\tls",
+    )
+    copied = [[path for _, path, _ in step.pairs] for step in read.steps if isinstance(step, Files)]
+    assert copied == [["./a.txt"], ["./src/a.txt", "./src/b.txt"], ["c"], ["../a.txt"]]
+    others = [step for step in read.steps if not isinstance(step, Files)]
+    assert others == [Defaults(workdir="app", expand=True), Defaults({"A": "b"}, expand=True), Run(("sh", "-c", "ls"))]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -177,6 +190,7 @@ CMD ["python"]
         ("FROM a\nADD x /y", ":2: ADD is not understood"),
         ("FROM a\nCOPY --from=b x /y", "flags of COPY"),
         ("FROM a\nRUN --mount=type=cache x", "flags of RUN"),
+        ("FROM a\nCOPY x $HOME/", "variables in COPY"),
         ("FROM a\nCOPY x", "source and a target"),
         ('FROM a\nRUN ["a"', "not JSON"),
         ("FROM a\nENV A", "no value"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,6 +105,19 @@ def test_what_goes_before_it_is_replaced_is_no_trouble(store: SnapshotStore) -> 
     store.remove("a")
     stage.commit(manifest("a"))
     assert store.load("a").manifest == manifest("a") and store.leftovers() == []
+
+
+async def test_who_waits_for_a_tag_waits_for_its_maker_and_for_nobody_else(store: SnapshotStore) -> None:
+    await store.until_made("a")
+    stage = store.stage("a")
+    with trio.move_on_after(0.05) as patience:
+        await store.until_made("a")
+    assert patience.cancelled_caught
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(store.until_made, "a")
+        stage.abandon()
+    stage = store.stage("a")
+    stage.abandon()
 
 
 def test_a_dead_makers_stage_is_a_leftover_and_does_not_block_the_tag(store: SnapshotStore) -> None:
