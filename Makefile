@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Two workers, each with files of cases and a data directory of its own; the long ones first.
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
+SLOWEST_FIRST := tests/vm tests/binary tests/contract tests/unit tests/meta
 
 .PHONY: demo test test-slow fuzz setup deps lint unit vm binary test-binary docs bench bench-parent bench-daemon \
 	bench-everyday bench-hub bench-abuse bench-firecracker bench-binary bench-branch clean
@@ -13,9 +16,9 @@ demo: setup
 # Cases boot real machines on hosts of any load: one that fails is tried once more, and named as a rerun if it then passes.
 # Then the cases of the command line, of forks and of branches again on the binary; make test-binary runs all of them.
 test: setup lint dist/forkd
-	$(BIN)/python -m pytest -q --reruns 1
-	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q --reruns 1 tests/unit/cli tests/vm/test_cli_daemon.py \
-		tests/vm/test_cli_refusals.py tests/vm/test_fork.py tests/vm/test_branch.py
+	$(BIN)/python -m pytest -q --reruns 1 $(TOGETHER) $(SLOWEST_FIRST)
+	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q --reruns 1 $(TOGETHER) tests/vm/test_branch.py \
+		tests/vm/test_fork.py tests/vm/test_cli_refusals.py tests/vm/test_cli_daemon.py tests/unit/cli
 
 setup: deps $(READY)
 

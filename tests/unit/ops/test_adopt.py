@@ -90,7 +90,9 @@ async def adopt_one(
 
 
 @pytest.mark.parametrize(
-    "adopt", [fail(MachineGone("no answer")), fail(FileNotFoundError(2, "gone")), NotToBeResumed], ids=str
+    "adopt",
+    [fail(MachineGone("no answer")), fail(FileNotFoundError(2, "gone")), NotToBeResumed],
+    ids=["no answer", "no file", "does not resume"],
 )
 async def test_a_vmm_that_cannot_be_adopted_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopt: Callable[[], object]
