@@ -6,7 +6,7 @@ import signal as signals
 
 from forkd.ops.awake import awake
 from forkd.ops.execute import check_command
-from forkd.processtable import Process
+from forkd.processtable import Output, Process
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.errors import BadInput, Conflict, ProcessNotFound
@@ -31,7 +31,13 @@ async def start_process(runtime: Runtime, sandbox_id: str, request: StartProcess
             check_tag(request.tag)
             if (known := table.find(request.tag)) is not None and known.running:
                 raise Conflict(f"process {known.pid} has the tag {request.tag!r}", hint="use another tag")
-        process = Process(args, request.tag, pty=size is not None, stdin=request.stdin or size is not None)
+        process = Process(
+            args,
+            request.tag,
+            pty=size is not None,
+            stdin=request.stdin or size is not None,
+            output=Output(attach=request.attach),
+        )
         stream = sandbox.link.exec(
             args,
             env=request.env,

@@ -71,8 +71,18 @@ async def test_output_nobody_reads_is_cut_at_its_beginning_and_says_so(controlle
     said, done = await follow(controller, child, process["pid"])
     assert said.endswith(b"end\n")
     assert len(said) <= 256 * 1024
+    assert done["lost"] == done["output_begin"]
     assert done["truncated"]
     assert done["output_begin"] + len(said) == done["output_end"] == 3000004
+
+
+async def test_output_waits_for_the_listener_that_was_announced(controller: AsyncController, child: str) -> None:
+    script = "head -c 3000000 /dev/zero; touch /tmp/said"
+    process = await controller.start_process(child, shell=script, attach=True)
+    gone = await controller.exec_command(child, ["sh", "-c", "sleep 1; test -e /tmp/said"])
+    assert gone["exit_code"] == 1  # what the buffer has no room for is not said yet
+    said, done = await follow(controller, child, process["pid"])
+    assert (len(said), done["lost"]) == (3000000, 0)
 
 
 async def test_a_slow_listener_loses_nothing_and_slows_only_its_own_command(
