@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import trio
@@ -16,7 +17,7 @@ from forkd.ops.prewarm import prewarm
 from forkd.ops.volumes import volume_disks
 from forkd.pool import Waiting
 from forkd.runtime import Runtime
-from forkd.sandbox import Plan, Sandbox, run_sandbox
+from forkd.sandbox import Plan, Sandbox, end_sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
 from forkd.specs.engine import IDLE_NIC, Machine, RestoreSpec, Slot
 from forkd.specs.errors import BadInput, EngineError, ForkdError, GuestError, OutOfMemory, SnapshotNotReady
@@ -192,11 +193,25 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
         except ForkdError as error:
             children[index] = Child(index, None, error)
 
-    async with trio.open_nursery() as nursery:
+    async with end_unless_made(children), trio.open_nursery() as nursery:
         for index in range(n):
             nursery.start_soon(row, index)
     runtime.observe("fork", tag=tag, asked=n, up=sum(child.sandbox is not None for child in children))
     return children
+
+
+@asynccontextmanager
+async def end_unless_made(children: list[Child]) -> AsyncIterator[None]:
+    """End the children that are up if the block fails or is cancelled, as nobody would know of them."""
+    try:
+        yield
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                for child in children:
+                    if child.sandbox is not None:
+                        nursery.start_soon(end_sandbox, child.sandbox)
+        raise
 
 
 def _spawn(runtime: Runtime, options: ForkOptions) -> str:

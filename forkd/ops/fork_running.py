@@ -11,7 +11,7 @@ import trio
 from forkd.canary import Canary
 from forkd.config import MAX_CHILDREN
 from forkd.ops.branch import branch, quickest_mode, source_of
-from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.ops.fork import Child, ForkOptions, end_unless_made, fork
 from forkd.runtime import Runtime
 from forkd.sandbox import Plan, Sandbox, run_sandbox
 from forkd.slots import new_sandbox_id
@@ -47,10 +47,12 @@ async def fork_running(runtime: Runtime, sandbox_id: str, n: int, options: ForkO
     except TemplateRefused as error:
         runtime.templates.counts.refusals += 1
         return await _through_a_snapshot(runtime, sandbox, n, chosen, error.message)
-    try:
-        children = await _clone(runtime, sandbox, template, canary, n, chosen)
-    finally:
-        await template.close()
+    children = [Child(index, None, None) for index in range(n)]
+    async with end_unless_made(children):
+        try:
+            await _clone(runtime, sandbox, template, canary, children, chosen)
+        finally:
+            await template.close()
     up = sum(child.sandbox is not None for child in children)
     runtime.observe("fork_running", id=sandbox_id, asked=n, up=up, pause_ms=round(template.pause_ms, 3))
     return children
@@ -67,10 +69,9 @@ async def _clone(
     sandbox: Sandbox,
     template: MachineTemplate,
     canary: Canary,
-    n: int,
+    children: list[Child],
     options: ForkOptions,
-) -> list[Child]:
-    children = [Child(index, None, None) for index in range(n)]
+) -> None:
     source = source_of(sandbox)
 
     async def one(index: int) -> None:
@@ -85,9 +86,8 @@ async def _clone(
             children[index] = Child(index, None, error, template.pause_ms)
 
     async with trio.open_nursery() as nursery:
-        for index in range(n):
+        for index in range(len(children)):
             nursery.start_soon(one, index)
-    return children
 
 
 def _info(sandbox: Sandbox, options: ForkOptions) -> SandboxInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from forkd.ops.fork import Child, ForkOptions, fork
+from forkd.ops.fork import Child, ForkOptions, end_unless_made, fork
 from forkd.ops.lifecycle import check_details, dress
 from forkd.runtime import Runtime
 from forkd.sandbox import end_sandbox
@@ -29,9 +29,10 @@ async def spawn(runtime: Runtime, request: CreateSandboxes) -> list[Child]:
     if request.name is not None and request.n != 1:
         raise BadInput(f"one name for {request.n} sandboxes", hint="a name goes with n: 1")
     children = await fork(runtime, request.snapshot_tag, request.n, ForkOptions.of(request))
-    for child in children:
-        if child.sandbox is not None and details != SandboxDetails():
-            await dress(runtime, child.sandbox, details)
+    async with end_unless_made(children):
+        for child in children:
+            if child.sandbox is not None and details != SandboxDetails():
+                await dress(runtime, child.sandbox, details)
     errors = [(child.index, child.error) for child in children if child.error is not None]
     alive = [child.sandbox for child in children if child.sandbox is not None]
     if not errors or (request.partial and alive):
