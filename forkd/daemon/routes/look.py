@@ -49,7 +49,7 @@ async def logs(request: Request) -> Response:
 
 
 async def differ(request: Request) -> Response:
-    """How it differs from ``against``, a sandbox or a snapshot; if not given, the snapshot it was forked from."""
+    """How a sandbox, or the snapshot of that tag, differs from ``against``; if not given, from what it came from."""
     against = request.query_params.get("against")
     runtime, sandbox_id = runtime_of(request), request.path_params["id"]
     return reply(await for_client(request, lambda: diff(runtime, sandbox_id, against)))
