@@ -29,6 +29,7 @@ async def start_process(runtime: Runtime, sandbox_id: str, request: StartProcess
         table.check_room()
         if request.tag is not None:
             check_tag(request.tag)
+            await _adopt(runtime, sandbox)
             if (known := table.find(request.tag)) is not None and known.running:
                 raise Conflict(f"process {known.pid} has the tag {request.tag!r}", hint="use another tag")
         process = Process(
@@ -46,6 +47,7 @@ async def start_process(runtime: Runtime, sandbox_id: str, request: StartProcess
             stdin=request.stdin,
             timeout=request.timeout_secs,
             pty=size,
+            tag=request.tag,
         )
         await runtime.nursery.start(process.run, stream)
         table.add(process)
@@ -122,11 +124,11 @@ async def _adopt(runtime: Runtime, sandbox: Sandbox) -> None:
     """Listen to the processes that came with the guest: of a fork's source, or of an earlier daemon."""
     async with sandbox.processes.adopting:
         for row in await sandbox.link.procs(timeout=ASK_TIMEOUT):
-            if row["attached"] or row["detached"] or sandbox.processes.find(str(row["pid"])) is not None:
+            if row.attached or row.detached or sandbox.processes.find(str(row.pid)) is not None:
                 continue
-            process = Process(row["args"], pty=row["pty"], stdin=True, started=row["started"])
+            process = Process(row.args, row.tag, pty=row.pty, stdin=row.stdin, started=row.started)
             try:
-                await runtime.nursery.start(process.run, sandbox.link.attach(row["pid"]))
+                await runtime.nursery.start(process.run, sandbox.link.attach(row.pid))
             except ProcessNotFound:
                 continue  # ended, and was forgotten, meanwhile
             sandbox.processes.add(process)

@@ -48,6 +48,21 @@ async def test_a_process_goes_on_without_listeners_and_is_found_by_tag(controlle
     assert kept["stdout"] == b"one\ngot word\n"
 
 
+async def test_a_fork_knows_the_tags_of_what_it_inherits_and_what_takes_input(
+    controller: AsyncController, child: str
+) -> None:
+    await controller.start_process(child, ["cat"], stdin=True, tag="fed")
+    await controller.start_process(child, ["sleep", "1000"], tag="deaf")
+    fork = (await controller.fork(child, 1))[0]["id"]
+    with pytest.raises(ControllerError, match="has the tag"):
+        await controller.start_process(fork, ["true"], tag="fed")
+    with pytest.raises(ControllerError, match="without stdin"):
+        await controller.send_stdin(fork, "deaf", b"x")
+    await controller.send_stdin(fork, "fed", b"word", eof=True)
+    said, done = await follow(controller, fork, "fed")
+    assert (said, done["exit_code"], done["tag"]) == (b"word", 0, "fed")
+
+
 async def test_signals_and_time_limits_reach_the_whole_group(controller: AsyncController, child: str) -> None:
     script = "sleep 1000 & echo $!; wait"
     for end in ("signal", "kill", "timeout"):
