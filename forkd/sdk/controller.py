@@ -80,9 +80,9 @@ class Controller(ProcessMethods, FileMethods, LifecycleMethods, LookMethods):
         """Every plugin, with its status and what it provides."""
         return self._call("GET", "/v1/plugins")
 
-    def setup(self, on_progress: OnProgress | None = None) -> dict[str, Any]:
-        """Fetch the guest kernel if it is not there."""
-        return self._stream("/v1/setup", {}, on_progress)
+    def setup(self, on_progress: OnProgress | None = None, refresh: bool = False) -> dict[str, Any]:
+        """Fetch the guest kernel if it is not there, or, with ``refresh``, again."""
+        return self._stream("/v1/setup", {"refresh": refresh}, on_progress)
 
     def doctor(self) -> list[dict[str, Any]]:
         """Whether the host is fit: rows of name, status (PASS, WARN, FAIL, SKIP), detail and hint."""
