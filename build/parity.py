@@ -1,4 +1,7 @@
-"""Writes sdk/typescript/PARITY.md: every operation of the REST API, and which method of each SDK asks for it."""
+"""Writes sdk/typescript/PARITY.md: every operation of the REST API, and which method of each SDK asks for it.
+
+Each has to be able to send everything the operation takes, and both have the same methods of a sandbox.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,13 @@ OUT = ROOT / "sdk/typescript/PARITY.md"
 NOT_FOR_CLIENTS = {"/openapi.json", "/docs", "/metrics", "/healthz", "/v1/sandboxes/{id}/terminal"}
 # For any HTTP client: what a guest serves, and the registry other daemons pull from.
 FOR_ANYBODY = ("/v1/sandboxes/{id}/ports/", "/hub/")
-Asked = dict[str, tuple[str, str]]
+# Older spellings, of `mode`.
+OLDER = {"/v1/sandboxes/{id}/branch": {"live"}}
+# Of Sandbox: in TypeScript `create` is static, and Python's `commands.run` is two methods.
+SANDBOX_PYTHON = {"create"}
+SANDBOX_TYPESCRIPT = {"exec", "stream"}
+Asked = dict[str, tuple[str, str, set[str]]]
+"""By method of an SDK: the HTTP method, the path, and the names of what it sends in the query and the body."""
 
 
 def operations(api: dict[str, Any]) -> list[tuple[str, str]]:
@@ -32,15 +41,28 @@ def operations(api: dict[str, Any]) -> list[tuple[str, str]]:
     return [(method.upper(), path) for path, row in ours for method in row]
 
 
-def python_methods() -> Asked:
-    """What each method of the Python Controller asks for, by calling it."""
+def taken(api: dict[str, Any], method: str, path: str) -> set[str]:
+    """The names of everything an operation takes in its query and its JSON body."""
+    operation = api["paths"][path][method.lower()]
+    names = {each["name"] for each in operation["parameters"] if each["in"] == "query"}
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    if "$ref" in body:
+        body = api["components"]["schemas"][body["$ref"].rpartition("/")[2]]
+    return (names | set(body.get("properties", ()))) - OLDER.get(path, set())
+
+
+def python_methods(api: dict[str, Any]) -> Asked:
+    """What each method of the Python Controller asks for, by calling it: first at all, then with everything."""
     from forkd import AsyncController
 
     asked: Asked = {}
     current = ""
 
     async def answer(request: httpx.Request) -> httpx.Response:
-        asked.setdefault(current, (request.method, request.url.path))
+        sent = set(request.url.params)
+        if request.headers.get("content-type") == "application/json":
+            sent |= set(json.loads(await request.aread()))
+        asked[current] = request.method, request.url.path, sent | asked.get(current, ("", "", set()))[2]
         if "ndjson" in request.headers.get("accept", ""):
             return httpx.Response(200, text='{"event": "result", "result": null}\n')
         return httpx.Response(200, json={})
@@ -50,11 +72,15 @@ def python_methods() -> Asked:
         async with AsyncController("http://parity", transport=httpx.MockTransport(answer)) as controller:
             for current, method in inspect.getmembers(AsyncController, inspect.isfunction):
                 if not current.startswith("_") and current not in ("aclose", "close"):
-                    await _try(getattr(controller, current), method)
+                    bound = getattr(controller, current)
+                    await _try(bound, *_arguments(method))
+                    verb, path, _ = asked[current]
+                    fields = set().union(*(taken(api, *each) for each in operations(api) if _fits(verb, path, *each)))
+                    await _try(bound, *_arguments(method, all_of_them=True), **_fields(method, fields))
 
-    async def _try(bound: Any, method: Any) -> None:
+    async def _try(bound: Any, *arguments: Any, **fields: Any) -> None:
         try:
-            made = bound(*_arguments(method))
+            made = bound(*arguments, **fields)
             if hasattr(made, "__aenter__"):
                 async with made:
                     pass
@@ -68,11 +94,24 @@ def python_methods() -> Asked:
     return asked
 
 
-def typescript_methods() -> Asked:
-    """What each method of the TypeScript Controller asks for; needs ``npm run build`` first."""
+def typescript_methods() -> tuple[Asked, set[str]]:
+    """What each method of the TypeScript Controller asks for, and Sandbox's methods; needs ``npm run build`` first."""
     command = ["node", str(ROOT / "build/parity.mjs"), str(ROOT / "sdk/typescript/dist/index.js")]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {name: (method, path) for name, (method, path) in told.items()}
+    asked = {name: (method, path, set(sent)) for name, (method, path, sent) in told["asked"].items()}
+    return asked, set(told["sandbox"])
+
+
+def sandbox_gaps(typescript: set[str]) -> list[str]:
+    """Methods one Sandbox has and the other has not."""
+    from forkd import AsyncSandbox
+
+    found = inspect.getmembers(AsyncSandbox, inspect.isroutine)
+    python = {_camel(name) for name, _ in found if not name.startswith("_") and name not in SANDBOX_PYTHON}
+    ours = typescript - SANDBOX_TYPESCRIPT
+    return [f"TypeScript's Sandbox has no {name}" for name in sorted(python - ours)] + [
+        f"Python's Sandbox has no {name}" for name in sorted(ours - python)
+    ]
 
 
 def table(api: dict[str, Any], python: Asked, typescript: Asked) -> tuple[str, list[str]]:
@@ -83,6 +122,11 @@ def table(api: dict[str, Any], python: Asked, typescript: Asked) -> tuple[str, l
         gaps += [
             f"{method} {path}: {name}" for name, cell in zip(("Python", "TypeScript"), cells, strict=True) if not cell
         ]
+        for name, each in (("Python", python), ("TypeScript", typescript)):
+            sent = set().union(*(each[one][2] for one in _found(each, method, path)))
+            gaps += [
+                f"{method} {path}: {name} cannot send {field}" for field in sorted(taken(api, method, path) - sent)
+            ]
         rows.append(f"| `{method} {path}` | {cells[0] or '**missing**'} | {cells[1] or '**missing**'} |")
     for name in python:
         if _camel(name) not in typescript:
@@ -93,7 +137,8 @@ def table(api: dict[str, Any], python: Asked, typescript: Asked) -> tuple[str, l
     head = [
         "# The REST API and both SDKs",
         "",
-        "Written by `build/parity.py`, which asks the daemon for its description and calls every method of both SDKs.",
+        "Written by `build/parity.py`, which asks the daemon for its description, calls every method of both SDKs, and",
+        "fails if one of them cannot send all that an operation takes, or lacks a method of the other's `Sandbox`.",
         "",
         "| operation | Python | TypeScript |",
         "|---|---|---|",
@@ -102,20 +147,32 @@ def table(api: dict[str, Any], python: Asked, typescript: Asked) -> tuple[str, l
 
 
 def _names(asked: Asked, method: str, template: str) -> str:
-    pattern = re.compile(re.sub(r"\\{[^}]*?:path\\}|\\{[^}]+\\}", "[^/]+", re.escape(template)))
-    found = [name for name, (verb, path) in asked.items() if verb == method and pattern.fullmatch(path)]
-    return ", ".join(f"`{name}`" for name in sorted(found))
+    return ", ".join(f"`{name}`" for name in _found(asked, method, template))
 
 
-def _arguments(method: Any) -> list[Any]:
+def _found(asked: Asked, method: str, template: str) -> list[str]:
+    return sorted(name for name, (verb, path, _) in asked.items() if _fits(verb, path, method, template))
+
+
+def _fits(verb: str, path: str, method: str, template: str) -> bool:
+    pattern = re.sub(r"\\{[^}]*?:path\\}|\\{[^}]+\\}", "[^/]+", re.escape(template))
+    return verb == method and re.fullmatch(pattern, path) is not None
+
+
+def _fields(method: Any, names: set[str]) -> dict[str, Any]:
+    parameters = inspect.signature(method).parameters
+    takes = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    return {name: 1 for name in names if name not in parameters} if takes else {}
+
+
+def _arguments(method: Any, all_of_them: bool = False) -> list[Any]:
     made: list[Any] = []
     for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
-        if parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        ):
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
             continue
-        text = str(parameter.annotation)
+        if parameter.default is not parameter.empty and not all_of_them:
+            continue
+        text = str(parameter.annotation).removesuffix(" | None")
         if name.startswith("on_"):
             made.append(lambda *_: None)
         elif text.startswith("list"):
@@ -124,6 +181,8 @@ def _arguments(method: Any) -> list[Any]:
             made.append(b"X")
         elif text in ("int", "float"):
             made.append(1)
+        elif text == "bool":
+            made.append(not parameter.default)
         else:
             made.append("X")
     return made
@@ -135,7 +194,10 @@ def _camel(name: str) -> str:
 
 
 if __name__ == "__main__":
-    text, gaps = table(document(), python_methods(), typescript_methods())
+    described = document()
+    typescript, sandbox = typescript_methods()
+    text, gaps = table(described, python_methods(described), typescript)
+    gaps += sandbox_gaps(sandbox)
     OUT.write_text(text)
     if gaps:
         sys.exit("\n".join(gaps))

@@ -107,6 +107,20 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
 
 
+class GuestCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """A command as the agent knows it; one of an older snapshot says neither its tag nor whether it takes input."""
+
+    pid: int
+    args: list[str]
+    started: float
+    running: bool
+    attached: bool
+    detached: bool
+    pty: bool
+    tag: str | None = None
+    stdin: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class ResumeInfo:
     """What makes a restored guest a new individual; what is None stays as it is in the guest."""
@@ -401,12 +415,13 @@ class GuestLink:
         timeout: float | None = None,
         pty: tuple[int, int] | None = None,
         detach: bool = False,
+        tag: str | None = None,
         window: int = WINDOW,
     ) -> GuestStream:
-        """A command as a stream; ``pty`` is rows and columns of a terminal."""
+        """A command as a stream; ``pty`` is rows and columns of a terminal, ``tag`` what ``procs`` shall call it."""
         op: dict[str, Any] = {"op": "exec", "args": list(args), "env": dict(env or {})}
         op |= {"clear_env": clear_env, "stdin": stdin, "detach": detach}
-        extras = {"cwd": cwd, "user": user, "timeout": timeout}
+        extras = {"cwd": cwd, "user": user, "timeout": timeout, "tag": tag}
         op |= {key: value for key, value in extras.items() if value is not None}
         if pty is not None:
             op["pty"] = {"rows": pty[0], "cols": pty[1]}
@@ -416,10 +431,10 @@ class GuestLink:
         """Listen again to a command of an earlier session: what was kept of its output, what comes, how it ends."""
         return self.open_stream({"op": "attach", "pid": pid}, window=window)
 
-    async def procs(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+    async def procs(self, *, timeout: float | None = None) -> list[GuestCommand]:
         """The commands that run, and those that ended with nobody listening."""
         answer = await self.request({"op": "procs"}, timeout=timeout)
-        return _checked(answer.get("procs"), list[dict[str, Any]])
+        return _checked(answer.get("procs"), list[GuestCommand])
 
     def dial(self, port: int, host: str = "localhost") -> GuestStream:
         """A TCP connection made inside the guest."""

@@ -19,17 +19,20 @@ BUFFER = 256 * 1024
 MAX_PIECES = 4096
 MAX_RUNNING = 256
 MAX_ENDED = 32
+ATTACH_SECS = 30.0
+"""How long a command waits, its buffer full, for the listener it was promised."""
 
 
 class Output:
     """The newest output of a command, by position: the number of bytes it had said before.
 
     Without listeners the oldest is dropped when the buffer is full. A listener that is slow holds the command up
-    instead, so nobody who listens loses anything.
+    instead, so nobody who listens loses anything. One who will ``attach`` is waited for likewise, for a while.
     """
 
-    def __init__(self, limit: int = BUFFER) -> None:
+    def __init__(self, limit: int = BUFFER, *, attach: bool = False) -> None:
         self._limit = limit
+        self._promised = attach
         self._small = limit // 64
         self._pieces: deque[tuple[str, bytes]] = deque()
         self._first = 0
@@ -43,7 +46,12 @@ class Output:
     async def put(self, kind: str, data: bytes) -> None:
         """Add a piece, once everybody who listens has taken what must go for it."""
         while not self._evict(len(data)):
-            await self._room.park()
+            if self._promised:
+                with trio.move_on_after(ATTACH_SECS):
+                    await self._room.park()
+                self._promised = False
+            else:
+                await self._room.park()
         if not self._merge(kind, data):
             self._pieces.append((kind, data))
         self.end += len(data)
@@ -78,6 +86,7 @@ class Output:
         """Everything from ``position`` on; what is no longer there is skipped, and the listener says how much."""
         listener = Listener(self, position)
         self._listeners.add(listener)
+        self._promised = False
         try:
             yield listener
         finally:
@@ -93,7 +102,7 @@ class Output:
     def _evict(self, size: int) -> bool:
         """Make room; False if a listener still needs what would have to go."""
         while self._pieces and (self.end - self.begin + size > self._limit or len(self._pieces) >= MAX_PIECES):
-            if any(listener.index <= self._first for listener in self._listeners):
+            if self._promised or any(listener.index <= self._first for listener in self._listeners):
                 return False
             self.begin += len(self._pieces.popleft()[1])
             self._first += 1

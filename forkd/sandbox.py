@@ -166,7 +166,8 @@ async def run_sandbox(
         raise
     finally:
         runtime.sandboxes.pop(plan.id, None)
-        up = sandbox is not None or plan.adopted is not None
+        # A caller that is cancelled before the task moves to the runtime's nursery never hears of the sandbox.
+        up = plan.adopted is not None or trio.lowlevel.current_task().parent_nursery is runtime.nursery
         stopped = failed or (sandbox is not None and sandbox.stop.is_set())
         if stopped or not (runtime.keeps and up and plan.source is not None):
             with trio.CancelScope(shield=True):

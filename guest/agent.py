@@ -525,6 +525,7 @@ class Exec(Stream):
         if not args or not all(isinstance(arg, str) for arg in args):
             raise Refusal("bad_request", "args must be a list of strings, and not empty")
         self.args = args
+        self.tag = take(request, "tag", str)
         self.reason = None
         self.status = None
         self.stdin = None
@@ -1978,6 +1979,7 @@ class Agent:
         for each in list(self.ended.values()) + list(self.procs.values()):
             row = {"pid": each.pid, "args": each.args, "started": each.begun, "attached": each.live}
             row.update(running=each.status is None, pty=each.terminal is not None, detached=each.detached)
+            row.update(tag=each.tag, stdin=each.stdin is not None and not each.stdin.ending)
             rows.append(row)
         return {"ok": True, "procs": rows}
 

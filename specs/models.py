@@ -230,10 +230,10 @@ class GuestProcess(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SandboxDiff(msgspec.Struct, kw_only=True):
-    """How a sandbox differs from ``against``, another one or a snapshot.
+    """How a sandbox or a snapshot differs from ``against``, another one.
 
     ``unread`` are directories that could not be compared; ``truncated``: there is more. Memory is what each has written
-    since it was forked.
+    since it was forked; of a snapshot, what is in layers the other does not build on.
     """
 
     id: str

@@ -209,7 +209,8 @@ class StartProcess(msgspec.Struct, kw_only=True):
     """Start a command that outlives the request: ``args``, or ``shell`` for a line of shell.
 
     ``stdin``: input will be sent, else it reads /dev/null. ``pty`` gives it a terminal. ``tag`` is another way to name
-    it. Without ``timeout_secs`` it may run for ever.
+    it. Without ``timeout_secs`` it may run for ever. ``attach``: somebody is about to listen, so no output is dropped
+    before; a command that says more than the buffer holds is held up until then, for half a minute at most.
     """
 
     args: list[str] = []
@@ -218,6 +219,7 @@ class StartProcess(msgspec.Struct, kw_only=True):
     cwd: str | None = None
     user: str | None = None
     stdin: bool = False
+    attach: bool = False
     pty: TerminalSize | None = None
     timeout_secs: float | None = None
     tag: str | None = None

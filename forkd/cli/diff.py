@@ -1,4 +1,4 @@
-"""`forkd diff`: how a sandbox differs from another one or from a snapshot."""
+"""`forkd diff`: how a sandbox or a snapshot differs from another one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 @click.command("diff")
-@click.argument("sandbox_id", metavar="SANDBOX")
+@click.argument("sandbox_id", metavar="ONE")
 @click.argument("against", required=False)
 @json_option
 def command(sandbox_id: str, against: str | None, as_json: bool) -> None:
-    """Show what a sandbox has otherwise than AGAINST, another sandbox or a snapshot; without it, the one it came from.
+    """Show what ONE, a sandbox or a snapshot, has otherwise than AGAINST; without that, than the snapshot it came from.
 
     Files and directories: + added, ~ changed, - removed, ? could not be compared. Then processes, TCP ports, memory.
     """

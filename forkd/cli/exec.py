@@ -95,7 +95,7 @@ async def start_in(
     size = terminal_size() if tty else None
     with trio.CancelScope(shield=not detach):
         process = await controller.start_process(
-            sandbox_id, args, stdin=interactive, pty=size, timeout_secs=timeout, **fields
+            sandbox_id, args, stdin=interactive, pty=size, timeout_secs=timeout, attach=not detach, **fields
         )
     if detach:
         return process

@@ -38,7 +38,9 @@ def command(sandbox_id: str | None, tag: str | None, user: str | None, attach: s
             if attach is not None:
                 process = await controller.get_process(chosen, attach)
             else:
-                process = await controller.start_process(chosen, shell=SHELL, pty=terminal_size(), user=user)
+                process = await controller.start_process(
+                    chosen, shell=SHELL, pty=terminal_size(), user=user, attach=True
+                )
             begin = process["output_begin"]
             return await join(controller, chosen, process["pid"], tty=True, stdin=True, hangup=False, position=begin)
 

@@ -64,6 +64,9 @@ async def join(
                         _write(2 if message[:1] == b"\x02" else 1, message[1:])
                     elif (event := json.loads(message))["event"] in ("end", "error"):
                         ended = event
+                    elif event["event"] == "lost":
+                        line_end = b"\r\n" if tty else b"\n"
+                        _write(2, f"forkd: {event['count']} bytes of earlier output are lost".encode() + line_end)
                 nursery.cancel_scope.cancel()
     if "process" in ended:
         process: dict[str, Any] = ended["process"]

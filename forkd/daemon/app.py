@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute
 
 from forkd.daemon import wire
@@ -33,8 +34,8 @@ def make_app(runtime: Runtime, metrics: Metrics | None = None) -> Starlette:
     """The app over one runtime; a served one counts with ``metrics``."""
     routes: list[BaseRoute] = [*about.routes, *host.routes, *snapshots.routes, *sandboxes.routes, *workspaces.routes]
     routes += [*processes.routes, *files.routes, *ports.routes, *events.routes, *look.routes, *hub.routes]
-    handlers = {ForkdError: wire.on_error, HTTPException: wire.on_error, Exception: wire.on_error}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    kinds = (ForkdError, HTTPException, ClientDisconnect, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, wire.on_error))
     app.router.redirect_slashes = False
     app.state.runtime = runtime
     app.state.metrics = metrics

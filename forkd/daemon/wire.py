@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
 JSON = "application/json"
+CLIENT_LEFT = 499
+"""What web servers write down for a request whose client did not wait for the answer."""
 log = logging.getLogger("forkd")
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
@@ -109,6 +111,8 @@ def error_body(error: BaseException) -> tuple[dict[str, Any], int]:
     if isinstance(error, HTTPException):
         code = {404: "no_such_route", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         return {"error": error.detail, "code": code, "hint": "GET /openapi.json lists the routes"}, error.status_code
+    if isinstance(error, ClientDisconnect):  # nobody reads it: for the audit log
+        return {"error": "the client has left", "code": "client_left", "hint": None}, CLIENT_LEFT
     log.error("unexpected error", exc_info=error)
     return {"error": f"internal error: {type(error).__name__}", "code": "internal", "hint": "see the daemon's log"}, 500
 
@@ -151,7 +155,6 @@ class ByteStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the bytes."""
-        failure: list[Exception] = []
 
         async def work() -> None:
             async with self._opened() as answer:
@@ -161,15 +164,33 @@ class ByteStream(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_watch_client, receive, nursery.cancel_scope)
-            try:
-                await work()
-            except Exception as error:  # raised below as it is, not as a group
-                failure.append(error)
-            nursery.cancel_scope.cancel()
-        if failure:
-            raise failure[0]
+        with suppress(ClientDisconnect):
+            await _for_client(receive, work)
+
+
+async def for_client(request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    """What ``work()`` gives, for a verb that is of no use to anybody else: a client that goes away cancels it.
+
+    The body must have been read. Raises ClientDisconnect.
+    """
+    return await _for_client(request.receive, work)
+
+
+async def _for_client(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    made: list[T] = []
+    failure: list[Exception] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_watch_client, receive, nursery.cancel_scope)
+        try:
+            made.append(await work())
+        except Exception as error:  # raised below as it is, not as a group
+            failure.append(error)
+        nursery.cancel_scope.cancel()
+    if failure:
+        raise failure[0]
+    if not made:
+        raise ClientDisconnect
+    return made[0]
 
 
 async def _watch_client(receive: Receive, cancel: trio.CancelScope) -> None:

@@ -34,7 +34,7 @@ class CommandHandle:
         self._sandbox_id = sandbox_id
 
     def wait(self, *, on_stdout: OnText | None = None, on_stderr: OnText | None = None) -> CommandResult:
-        """Its output from the beginning (at least the last of it, if there was much) and how it ended.
+        """Its output from the beginning (at least the last of it, if there was much; ``error`` says so) and its end.
 
         Raises CommandExitException if that is not 0, TimeoutException if it ran out of time.
         """
@@ -45,7 +45,8 @@ class CommandHandle:
         stdout, stderr = (texts[name].end() for name in ("stdout", "stderr"))
         if done["reason"] == "timed_out":
             raise TimeoutException(f"process {self.pid} was killed: it took longer than it was given")
-        result = CommandResult(stdout, stderr, done["exit_code"], done["error"])
+        error = done["error"] or (f"the first {done['lost']} bytes of output are lost" if done["lost"] else None)
+        result = CommandResult(stdout, stderr, done["exit_code"], error)
         if done["exit_code"] != 0:
             raise CommandExitException(result)
         return result
@@ -102,6 +103,7 @@ class Commands:
             user=user,
             cwd=cwd,
             stdin=bool(stdin),
+            attach=not background,
             timeout_secs=timeout or None,
         )
         handle = self.connect(started["pid"])

@@ -25,6 +25,7 @@ Tag = Annotated[str, Field(description="Tag of a snapshot, from list_snapshots")
 Seconds = Annotated[float, Field(gt=0, le=3600, description="Time limit in seconds")]
 EXCERPT = 256
 TAIL = 4096
+PROGRESS_SECS = 2.0
 
 
 def told(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
@@ -101,6 +102,7 @@ class SandboxTools:
     async def spawn_sandboxes(
         self,
         snapshot_tag: Tag,
+        ctx: Context,
         n: Annotated[int, Field(ge=1, le=1000, description="How many")] = 1,
         per_child_netns: bool = False,
         memory_limit_mib: Annotated[int | None, Field(ge=1, description="Limit of each; none if absent")] = None,
@@ -112,7 +114,8 @@ class SandboxTools:
         given: dict[str, Any] = {name: value for name, value in flags.items() if value}
         if memory_limit_mib is not None:
             given["memory_limit_mib"] = memory_limit_mib
-        return await self._controller.spawn_sandboxes(snapshot_tag, n, **given)
+        async with elapsed(ctx, f"forking {n} from {snapshot_tag}"):
+            return await self._controller.spawn_sandboxes(snapshot_tag, n, **given)
 
     @told
     async def list_sandboxes(self) -> list[Row]:
@@ -137,6 +140,7 @@ class SandboxTools:
         args: Annotated[
             list[str], Field(min_length=1, description='Program and arguments, as ["sh", "-c", "ls | wc"]')
         ],
+        ctx: Context,
         timeout_secs: Seconds = 30,
         cwd: str | None = None,
         env: dict[str, str] | None = None,
@@ -145,20 +149,23 @@ class SandboxTools:
         """Run a program in a sandbox to its end: stdout, stderr, exit_code (124: it took too long)."""
         fields = {"cwd": cwd, "env": env, "stdin": stdin}
         given = {name: value for name, value in fields.items() if value is not None}
-        return await self._controller.exec_command(sandbox_id, args, timeout_secs, **given)
+        async with elapsed(ctx, f"running {args[0][:40]}", timeout_secs):
+            return await self._controller.exec_command(sandbox_id, args, timeout_secs, **given)
 
     @told
-    async def eval_code(self, sandbox_id: SandboxId, code: str, timeout_secs: Seconds = 30) -> Row:
+    async def eval_code(self, sandbox_id: SandboxId, code: str, ctx: Context, timeout_secs: Seconds = 30) -> Row:
         """Evaluate code in the sandbox's warm interpreter (Python, unless its snapshot says otherwise).
 
         Names last from call to call; `result` is the last expression's value, `stdout` what was printed.
         """
-        return await self._controller.eval_code(sandbox_id, code, timeout_secs)
+        async with elapsed(ctx, "evaluating", timeout_secs):
+            return await self._controller.eval_code(sandbox_id, code, timeout_secs)
 
     @told
     async def branch_sandbox(
         self,
         sandbox_id: SandboxId,
+        ctx: Context,
         tag: Annotated[str | None, Field(description="Tag of the new snapshot; made up if absent")] = None,
         diff: bool = False,
         measure_diff: bool = False,
@@ -170,14 +177,19 @@ class SandboxTools:
         ] = True,
     ) -> Row:
         """Keep a running sandbox's whole state (memory, processes, files) as a snapshot; it runs on."""
-        return await self._controller.branch_sandbox(sandbox_id, tag, diff, measure_diff, mode, wait)
+        async with elapsed(ctx, f"capturing {sandbox_id}"):
+            return await self._controller.branch_sandbox(sandbox_id, tag, diff, measure_diff, mode, wait)
 
     @told
     async def fork_sandbox(
-        self, sandbox_id: SandboxId, n: Annotated[int, Field(ge=1, le=100, description="How many children")] = 2
+        self,
+        sandbox_id: SandboxId,
+        ctx: Context,
+        n: Annotated[int, Field(ge=1, le=100, description="How many children")] = 2,
     ) -> list[Row]:
         """Fork a running sandbox: n children that go on from its present state, each on its own. It runs on."""
-        return await self._controller.fork_sandbox(sandbox_id, n)
+        async with elapsed(ctx, f"forking {n} from {sandbox_id}"):
+            return await self._controller.fork_sandbox(sandbox_id, n)
 
     @told
     async def ping_sandbox(self, sandbox_id: SandboxId) -> Row:
@@ -211,6 +223,28 @@ async def progress_of(ctx: Context) -> AsyncIterator[OnProgress]:
                 yield on_progress
             except Exception as error:  # raised below as it is, not as a group
                 failed = error
+    if failed is not None:
+        raise failed
+
+
+@asynccontextmanager
+async def elapsed(ctx: Context, doing: str, limit: float | None = None) -> AsyncIterator[None]:
+    """Tell the client every few seconds how many have passed, of ``limit`` if there is one, while the block runs."""
+
+    async def tick() -> None:
+        began = trio.current_time()
+        while True:
+            await trio.sleep(PROGRESS_SECS)
+            await ctx.report_progress(round(trio.current_time() - began, 1), limit, doing)
+
+    failed: Exception | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(tick)
+        try:
+            yield
+        except Exception as error:  # raised below as it is, not as a group
+            failed = error
+        nursery.cancel_scope.cancel()
     if failed is not None:
         raise failed
 

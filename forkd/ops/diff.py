@@ -1,9 +1,10 @@
-"""How a sandbox differs from another one, or from a snapshot: files, processes, listening ports, memory."""
+"""How a sandbox or a snapshot differs from another one: files, processes, listening ports, memory."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import trio
 
@@ -15,6 +16,7 @@ from forkd.runtime import Runtime
 from forkd.sandbox import end_sandbox
 from forkd.specs.errors import BadInput, ForkdError, GuestDenied, GuestFileNotFound, SandboxNotFound
 from forkd.specs.models import FileEntry, GuestProcess, SandboxDiff
+from forkd.store.chain import resolve
 
 NOT_FILES = {"/proc", "/sys", "/dev"}
 MAX_CHANGES = 10_000
@@ -26,33 +28,65 @@ _Folder = dict[str, FileEntry]
 
 
 async def diff(runtime: Runtime, reference: str, against: str | None = None) -> SandboxDiff:
-    """What ``reference`` has, or has otherwise, than ``against``: a sandbox, or a snapshot; its own if not given.
+    """What ``reference`` has, or has otherwise, than ``against``: sandboxes or snapshots; the one it came from if not
+    given.
 
     A snapshot is looked at in a child that ends then. Files count as changed if type, owner, permissions, size or time
     of change of contents differ; nothing is read. Of a directory that only one side has, only itself is named.
     """
-    sandbox = runtime.sandbox(reference)
-    async with awake(runtime, sandbox.id), _other(runtime, against or sandbox.info.snapshot_tag) as (other, lasting):
-        own = (await stats(runtime, sandbox.id))["guest_private_bytes"]
-        others = (await stats(runtime, other))["guest_private_bytes"] if lasting else None
+    async with _side(runtime, reference) as one, _side(runtime, against or _origin(runtime, reference)) as other:
+        others = None if one.lasts and not other.lasts else await _memory(runtime, other, one)
         found = SandboxDiff(
-            id=sandbox.id,
-            against=other if lasting else against or sandbox.info.snapshot_tag,
-            changed_memory_bytes=own,
+            id=one.name,
+            against=other.name,
+            changed_memory_bytes=await _memory(runtime, one, other),
             against_changed_memory_bytes=others,
         )
-        now, then = await _processes(runtime, sandbox.id), await _processes(runtime, other)
+        now, then = await _processes(runtime, one.id), await _processes(runtime, other.id)
         found.processes_started = [each for each in now if each not in then]
         found.processes_ended = [each for each in then if each not in now]
-        ports, before = await _ports(runtime, sandbox.id), await _ports(runtime, other)
+        ports, before = await _ports(runtime, one.id), await _ports(runtime, other.id)
         found.ports_opened, found.ports_closed = sorted(ports - before), sorted(before - ports)
-        await _Walk(runtime, sandbox.id, other, found).run()
+        await _Walk(runtime, one.id, other.id, found).run()
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A sandbox to look at, how it is called, the snapshot it came from, and whether it lasts."""
+
+    id: str
+    name: str
+    tag: str
+    lasts: bool
+
+
+def _origin(runtime: Runtime, reference: str) -> str:
+    """The snapshot a sandbox was forked from, or another snapshot builds on."""
+    try:
+        return runtime.sandbox(reference).info.snapshot_tag
+    except SandboxNotFound:
+        if not runtime.snapshots.path(reference).exists():
+            raise
+    parent = runtime.snapshots.load(reference).manifest.parent
+    if parent is None:
+        raise BadInput(f"snapshot {reference!r} builds on no other", hint="say with what to compare it")
+    return parent.tag
+
+
+async def _memory(runtime: Runtime, side: _Side, other: _Side) -> int:
+    """Bytes a sandbox has written since it was forked; of a snapshot, those in layers the other does not build on."""
+    if side.lasts:
+        written: int = (await stats(runtime, side.id))["guest_private_bytes"]
+        return written
+    shared = {layer.manifest.content for layer in resolve(runtime.snapshots, other.tag)}
+    own = (layer.manifest for layer in resolve(runtime.snapshots, side.tag))
+    return sum(layer.memory.size for layer in own if layer.content not in shared)
+
+
 @asynccontextmanager
-async def _other(runtime: Runtime, reference: str) -> AsyncIterator[tuple[str, bool]]:
-    """The id of the sandbox to compare with, and whether it lasts; a child of a snapshot is ended on leaving."""
+async def _side(runtime: Runtime, reference: str) -> AsyncIterator[_Side]:
+    """A sandbox, awake, or a child of a snapshot, which is ended on leaving."""
     try:
         known = runtime.sandbox(reference)
     except SandboxNotFound:
@@ -60,14 +94,14 @@ async def _other(runtime: Runtime, reference: str) -> AsyncIterator[tuple[str, b
             raise
     else:
         async with awake(runtime, known.id):
-            yield known.id, True
+            yield _Side(known.id, known.id, known.info.snapshot_tag, lasts=True)
         return
     row = (await fork(runtime, reference, 1, ForkOptions()))[0]
     if row.sandbox is None:
         assert row.error is not None
         raise row.error
     try:
-        yield row.sandbox.id, False
+        yield _Side(row.sandbox.id, reference, reference, lasts=False)
     finally:
         with trio.CancelScope(shield=True):
             await end_sandbox(row.sandbox)

@@ -6,7 +6,7 @@ import signal as signals
 
 from forkd.ops.awake import awake
 from forkd.ops.execute import check_command
-from forkd.processtable import Process
+from forkd.processtable import Output, Process
 from forkd.runtime import Runtime
 from forkd.sandbox import Sandbox
 from forkd.specs.errors import BadInput, Conflict, ProcessNotFound
@@ -29,8 +29,15 @@ async def start_process(runtime: Runtime, sandbox_id: str, request: StartProcess
         table.check_room()
         if request.tag is not None:
             check_tag(request.tag)
+            await _adopt(runtime, sandbox)
         with table.starting(request.tag):
-            process = Process(args, request.tag, pty=size is not None, stdin=request.stdin or size is not None)
+            process = Process(
+                args,
+                request.tag,
+                pty=size is not None,
+                stdin=request.stdin or size is not None,
+                output=Output(attach=request.attach),
+            )
             stream = sandbox.link.exec(
                 args,
                 env=request.env,
@@ -39,6 +46,7 @@ async def start_process(runtime: Runtime, sandbox_id: str, request: StartProcess
                 stdin=request.stdin,
                 timeout=request.timeout_secs,
                 pty=size,
+                tag=request.tag,
             )
             await runtime.nursery.start(process.run, stream)
             table.add(process)
@@ -115,11 +123,11 @@ async def _adopt(runtime: Runtime, sandbox: Sandbox) -> None:
     """Listen to the processes that came with the guest: of a fork's source, or of an earlier daemon."""
     async with sandbox.processes.adopting:
         for row in await sandbox.link.procs(timeout=ASK_TIMEOUT):
-            if row["attached"] or row["detached"] or sandbox.processes.find(str(row["pid"])) is not None:
+            if row.attached or row.detached or sandbox.processes.find(str(row.pid)) is not None:
                 continue
-            process = Process(row["args"], pty=row["pty"], stdin=True, started=row["started"])
+            process = Process(row.args, row.tag, pty=row.pty, stdin=row.stdin, started=row.started)
             try:
-                await runtime.nursery.start(process.run, sandbox.link.attach(row["pid"]))
+                await runtime.nursery.start(process.run, sandbox.link.attach(row.pid))
             except ProcessNotFound:
                 continue  # ended, and was forgotten, meanwhile
             sandbox.processes.add(process)

@@ -84,9 +84,14 @@ class AsyncController(ProcessMethods, FileMethods, LifecycleMethods, LookMethods
         """Every plugin, with its status and what it provides."""
         return await self._call("GET", "/v1/plugins")
 
-    async def setup(self, on_progress: OnProgress | None = None, kernel: str | None = None) -> dict[str, Any]:
-        """Fetch the guest kernel if it is not there, or take in ``kernel``, a path of the daemon's host."""
-        return await self._stream("/v1/setup", {"kernel": kernel}, on_progress)
+    async def setup(
+        self, on_progress: OnProgress | None = None, kernel: str | None = None, refresh: bool = False
+    ) -> dict[str, Any]:
+        """Fetch the guest kernel if it is not there, or, with ``refresh``, again.
+
+        With ``kernel``, a path of the daemon's host, that one is taken in.
+        """
+        return await self._stream("/v1/setup", {"kernel": kernel, "refresh": refresh}, on_progress)
 
     async def doctor(self) -> list[dict[str, Any]]:
         """Whether the host is fit: rows of name, status (PASS, WARN, FAIL, SKIP), detail and hint."""

@@ -20,8 +20,7 @@ class AsyncCommands:
 
     async def run(self, cmd: str | Sequence[str], timeout: float = 30, **fields: Any) -> CommandResult:
         """Run a command to its end: a string in a shell, a list as it is; ``env=``, ``cwd=``, ``user=``, ``stdin=``."""
-        args = ["/bin/sh", "-c", cmd] if isinstance(cmd, str) else list(cmd)
-        answer = await self._sandbox.controller.exec_command(self._sandbox.id, args, timeout, **fields)
+        answer = await self._sandbox.controller.exec_command(self._sandbox.id, _args(cmd), timeout, **fields)
         error = answer.get("error") or (f"timed out after {timeout:g} s" if answer.get("timed_out") else None)
         stderr = answer["stderr"] or (error or "")
         return CommandResult(answer["stdout"], stderr, answer["exit_code"], error)
@@ -30,7 +29,8 @@ class AsyncCommands:
 class AsyncSandbox:
     """A sandbox: a fresh child of ``tag``, or one that runs, named by ``target`` (its id, or its ``guest_addr``).
 
-    ``fields`` are those of ``AsyncController.spawn_sandboxes``. As a context manager it ends what it has spawned.
+    ``fields`` are those of ``AsyncController.spawn_sandboxes``; ``info`` is what is known of one just forked. As a
+    context manager it ends what it has spawned, or what was forked.
     """
 
     DEFAULT_TAG = os.environ.get("FORKD_TAG") or "pyagent"
@@ -43,15 +43,16 @@ class AsyncSandbox:
         *,
         spawn: bool = True,
         controller: AsyncController | None = None,
+        info: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
         self.controller = controller or AsyncController()
         self.timeout = timeout
         self.commands = AsyncCommands(self)
-        self.info: dict[str, Any] = {}
+        self.info: dict[str, Any] = info or {}
         self._tag = tag or self.DEFAULT_TAG
         self._target = target or os.environ.get("FORKD_TARGET")
-        self._spawns = spawn and self._target is None
+        self._spawns = spawn and (info is not None or self._target is None)
         self._owns_controller = controller is None
         self._fields = fields
         # sync: self._begin()
@@ -107,6 +108,31 @@ class AsyncSandbox:
         """Capture it into a new snapshot while it goes on."""
         return await self.controller.branch_sandbox(self.id, tag=tag, mode=mode, wait=wait)
 
+    async def fork(self, n: int = 1, **fields: Any) -> list[Self]:
+        """Fork ``n`` children that go on from this very instant; ``fields`` are those of ``AsyncController.fork``.
+
+        They live on when this sandbox ends; each is a context manager that ends it.
+        """
+        rows = await self.controller.fork(self.id, n, **fields)
+        return [type(self)(timeout=self.timeout, controller=self.controller, info=row) for row in rows]
+
+    async def rollback(self, tag: str) -> None:
+        """Go back to one of its snapshots; id, name and details stay."""
+        self.info = await self.controller.rollback(self.id, tag)
+
+    async def promote(self) -> None:
+        """Take over the id and name of the sandbox this one was forked from, which ends."""
+        self.info = await self.controller.promote(self.id)
+
+    async def diff(self, against: AsyncSandbox | str | None = None) -> dict[str, Any]:
+        """Files, processes, ports and memory by which it differs from a sandbox or a snapshot; its own if not given."""
+        other = against.id if isinstance(against, AsyncSandbox) else against
+        return await self.controller.diff_sandbox(self.id, other)
+
+    async def fanout(self, cmd: str | Sequence[str], n: int, **fields: Any) -> list[dict[str, Any]]:
+        """Run a command in ``n`` forks and end all but the best; ``fields`` are those of ``AsyncController.fanout``."""
+        return await self.controller.fanout(self.id, n, _args(cmd), **fields)
+
     async def kill(self) -> None:
         """End it; harmless if it has ended."""
         try:
@@ -128,3 +154,7 @@ class AsyncSandbox:
         finally:
             if self._owns_controller:
                 await self.controller.aclose()
+
+
+def _args(cmd: str | Sequence[str]) -> list[str]:
+    return ["/bin/sh", "-c", cmd] if isinstance(cmd, str) else list(cmd)

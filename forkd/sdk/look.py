@@ -26,7 +26,8 @@ class LookMethods(Caller):
         self._events(path, None, on_event, method="GET", params={"source": source, "follow": "true"})
 
     def diff_sandbox(self, sandbox_id: str, against: str | None = None) -> dict[str, Any]:
-        """Files, processes, ports and memory by which it differs from a sandbox or a snapshot; its own if not given."""
+        """Files, processes, ports and memory by which a sandbox, or a snapshot, differs from another one; if not given,
+        from the snapshot it came from."""
         params = {} if against is None else {"against": against}
         return self._call("GET", f"/v1/sandboxes/{part(sandbox_id)}/diff", params=params)
 

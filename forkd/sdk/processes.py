@@ -19,7 +19,7 @@ class ProcessMethods(Caller):
         self, sandbox_id: str, args: list[str] | None = None, *, shell: str | None = None, **fields: Any
     ) -> dict[str, Any]:
         """Start a command (``env=``, ``cwd=``, ``user=``, ``stdin=True``, ``pty={"rows", "cols"}``, ``timeout_secs=``,
-        ``tag=``) and return at once."""
+        ``tag=``) and return at once; with ``attach=True`` its output is kept for whoever attaches or follows next."""
         body = {"args": args or [], "shell": shell, **fields}
         return self._call("POST", self._processes(sandbox_id), body)
 
@@ -39,14 +39,22 @@ class ProcessMethods(Caller):
     def follow_process(
         self, sandbox_id: str, process: int | str, on_output: OnOutput, position: int = 0
     ) -> dict[str, Any]:
-        """Its output from ``position`` on as it comes, until it ends; how it ended."""
+        """Its output from ``position`` on as it comes, until it ends; how it ended.
+
+        ``lost`` in the answer is the number of bytes that were no longer there to be given.
+        """
+        lost = 0
 
         def on_event(event: dict[str, Any]) -> None:
+            nonlocal lost
             if "data" in event:
                 on_output(event["event"], base64.b64decode(event["data"]))
+            elif event["event"] == "lost":
+                lost += event["count"]
 
         path = self._processes(sandbox_id, process) + "/output"
-        return self._events(path, None, on_event, method="GET", params={"from": str(position)})
+        done = self._events(path, None, on_event, method="GET", params={"from": str(position)})
+        return {**done, "lost": lost}
 
     def send_stdin(self, sandbox_id: str, process: int | str, data: bytes = b"", eof: bool = False) -> None:
         """Send input; with ``eof`` that was all."""

@@ -20,8 +20,7 @@ class Commands:
 
     def run(self, cmd: str | Sequence[str], timeout: float = 30, **fields: Any) -> CommandResult:
         """Run a command to its end: a string in a shell, a list as it is; ``env=``, ``cwd=``, ``user=``, ``stdin=``."""
-        args = ["/bin/sh", "-c", cmd] if isinstance(cmd, str) else list(cmd)
-        answer = self._sandbox.controller.exec_command(self._sandbox.id, args, timeout, **fields)
+        answer = self._sandbox.controller.exec_command(self._sandbox.id, _args(cmd), timeout, **fields)
         error = answer.get("error") or (f"timed out after {timeout:g} s" if answer.get("timed_out") else None)
         stderr = answer["stderr"] or (error or "")
         return CommandResult(answer["stdout"], stderr, answer["exit_code"], error)
@@ -30,7 +29,8 @@ class Commands:
 class Sandbox:
     """A sandbox: a fresh child of ``tag``, or one that runs, named by ``target`` (its id, or its ``guest_addr``).
 
-    ``fields`` are those of ``Controller.spawn_sandboxes``. As a context manager it ends what it has spawned.
+    ``fields`` are those of ``Controller.spawn_sandboxes``; ``info`` is what is known of one just forked. As a
+    context manager it ends what it has spawned, or what was forked.
     """
 
     DEFAULT_TAG = os.environ.get("FORKD_TAG") or "pyagent"
@@ -43,15 +43,16 @@ class Sandbox:
         *,
         spawn: bool = True,
         controller: Controller | None = None,
+        info: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
         self.controller = controller or Controller()
         self.timeout = timeout
         self.commands = Commands(self)
-        self.info: dict[str, Any] = {}
+        self.info: dict[str, Any] = info or {}
         self._tag = tag or self.DEFAULT_TAG
         self._target = target or os.environ.get("FORKD_TARGET")
-        self._spawns = spawn and self._target is None
+        self._spawns = spawn and (info is not None or self._target is None)
         self._owns_controller = controller is None
         self._fields = fields
         self._begin()
@@ -107,6 +108,31 @@ class Sandbox:
         """Capture it into a new snapshot while it goes on."""
         return self.controller.branch_sandbox(self.id, tag=tag, mode=mode, wait=wait)
 
+    def fork(self, n: int = 1, **fields: Any) -> list[Self]:
+        """Fork ``n`` children that go on from this very instant; ``fields`` are those of ``Controller.fork``.
+
+        They live on when this sandbox ends; each is a context manager that ends it.
+        """
+        rows = self.controller.fork(self.id, n, **fields)
+        return [type(self)(timeout=self.timeout, controller=self.controller, info=row) for row in rows]
+
+    def rollback(self, tag: str) -> None:
+        """Go back to one of its snapshots; id, name and details stay."""
+        self.info = self.controller.rollback(self.id, tag)
+
+    def promote(self) -> None:
+        """Take over the id and name of the sandbox this one was forked from, which ends."""
+        self.info = self.controller.promote(self.id)
+
+    def diff(self, against: Sandbox | str | None = None) -> dict[str, Any]:
+        """Files, processes, ports and memory by which it differs from a sandbox or a snapshot; its own if not given."""
+        other = against.id if isinstance(against, Sandbox) else against
+        return self.controller.diff_sandbox(self.id, other)
+
+    def fanout(self, cmd: str | Sequence[str], n: int, **fields: Any) -> list[dict[str, Any]]:
+        """Run a command in ``n`` forks and end all but the best; ``fields`` are those of ``Controller.fanout``."""
+        return self.controller.fanout(self.id, n, _args(cmd), **fields)
+
     def kill(self) -> None:
         """End it; harmless if it has ended."""
         try:
@@ -128,3 +154,7 @@ class Sandbox:
         finally:
             if self._owns_controller:
                 self.controller.close()
+
+
+def _args(cmd: str | Sequence[str]) -> list[str]:
+    return ["/bin/sh", "-c", cmd] if isinstance(cmd, str) else list(cmd)

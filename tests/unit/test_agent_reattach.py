@@ -40,7 +40,7 @@ async def everything(stream: GuestStream) -> bytes:
 
 async def ended(link: GuestLink, pid: int) -> None:
     """Wait until the command has ended, without taking what it said."""
-    while any(row["pid"] == pid and row["running"] for row in await link.procs()):
+    while any(row.pid == pid and row.running for row in await link.procs()):
         await trio.sleep(0.01)
 
 
@@ -65,9 +65,8 @@ async def test_who_comes_back_gets_what_was_said_and_how_it_ended(agent: AgentPr
     with trio.fail_after(20):
         async with agent.link() as link:
             rows = await link.procs()
-            check_shape({"ok": True, "procs": rows}, "answer_procs")
-            mine = next(row for row in rows if row["pid"] == pid)
-            assert (mine["running"], mine["attached"]) == (True, False)
+            mine = next(row for row in rows if row.pid == pid)
+            assert (mine.running, mine.attached) == (True, False)
             (tmp_path / "alone").write_text("")  # from here on it talks to nobody
             async with link.attach(pid) as stream:
                 assert (await stream.started())["dropped"] == 0
@@ -80,6 +79,21 @@ async def test_who_comes_back_gets_what_was_said_and_how_it_ended(agent: AgentPr
                 assert stream.answer["exit_code"] == 7
             with pytest.raises(ProcessNotFound):
                 await link.request({"op": "attach", "pid": pid}, timeout=5)
+
+
+async def test_a_command_keeps_its_tag_and_whether_it_takes_input(agent: AgentProcess) -> None:
+    pids = [await start(agent, "cat", stdin=True, tag="fed"), await start(agent, "sleep", "1000")]
+    with trio.fail_after(20):
+        async with agent.link() as link:
+            check_shape({"ok": True, **await link.request({"op": "procs"}, timeout=5)}, "answer_procs")
+            known = {row.pid: (row.tag, row.stdin) for row in await link.procs()}
+            assert [known[pid] for pid in pids] == [("fed", True), (None, False)]
+            async with link.attach(pids[0]) as fed, link.attach(pids[1]) as sleeper:
+                await fed.end_input()
+                assert await everything(fed) == b""
+                await sleeper.started()
+                sleeper.control({"signal": 9})
+                await everything(sleeper)
 
 
 async def test_a_command_that_ended_alone_is_remembered_with_the_end_of_its_output(agent: AgentProcess) -> None:

@@ -9,6 +9,7 @@ import tomllib
 from typing import Any
 
 import pytest
+import trio
 from mcp.server.mcpserver.exceptions import ToolError
 
 from forkd.mcp.clients import CLIENTS, snippet
@@ -24,9 +25,11 @@ class Context:
 
     def __init__(self) -> None:
         self.heard: list[str | None] = []
+        self.times: list[tuple[float, float | None]] = []
 
     async def report_progress(self, done: float, total: float | None, message: str | None) -> None:
         self.heard.append(message)
+        self.times.append((done, total))
 
 
 class Answers:
@@ -42,6 +45,14 @@ class Answers:
     async def exec_command(self, *args: Any) -> Any:
         return self.done
 
+    async def spawn_sandboxes(self, *args: Any) -> Any:
+        await trio.sleep(5)
+        raise ControllerError(507, {"error": "there is no room", "code": "no_space", "hint": None}, "")
+
+    async def eval_code(self, *args: Any) -> Any:
+        await trio.sleep(5)
+        return {"result": "1"}
+
 
 async def test_long_work_that_is_refused_says_so_in_a_sentence() -> None:
     controller: Any = Answers()
@@ -49,6 +60,17 @@ async def test_long_work_that_is_refused_says_so_in_a_sentence() -> None:
     with pytest.raises(ToolError, match=r"^x exists already \[tag_taken\] Hint: another$"):
         await SandboxTools(controller).create_snapshot("x", context)
     assert context.heard == ["booting"]
+
+
+async def test_long_work_tells_how_long_it_takes_whether_it_comes_to_something_or_not(autojump_clock: object) -> None:
+    controller: Any = Answers()
+    context: Any = Context()
+    tools = SandboxTools(controller)
+    assert await tools.eval_code("sb", "1", context, 60) == {"result": "1"}
+    assert context.times == [(2, 60), (4, 60)]
+    with pytest.raises(ToolError, match="there is no room"):
+        await tools.spawn_sandboxes("x", context, 3)
+    assert (context.heard[-1], context.times[2:]) == ("forking 3 from x", [(2, None), (4, None)])
 
 
 @pytest.mark.parametrize("done", [{"timed_out": True, "exit_code": 124}, {"truncated": True}])

@@ -8,7 +8,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkd.processtable import MAX_ENDED, Output, Process, ProcessTable
+from forkd.processtable import ATTACH_SECS, MAX_ENDED, Output, Process, ProcessTable
 
 
 async def test_without_listeners_the_oldest_goes_and_it_is_counted() -> None:
@@ -43,6 +43,24 @@ async def test_a_slow_listener_holds_the_writer_up_and_a_leaving_one_lets_it_go(
             await trio.sleep(1)
             assert output.end == 16
     assert output.end == 24
+
+
+async def test_a_listener_that_was_promised_loses_nothing_and_one_that_never_comes_is_not_waited_for_for_ever(
+    autojump_clock: object,
+) -> None:
+    output, abandoned = Output(limit=10, attach=True), Output(limit=10, attach=True)
+    async with trio.open_nursery() as nursery:
+        for each in (output, abandoned):
+            await each.put("stdout", b"12345678")
+            nursery.start_soon(each.put, "stdout", b"abcdefgh")
+        await trio.sleep(ATTACH_SECS - 1)
+        with output.listen() as listener:
+            assert listener.lost == 0
+            assert await anext(listener) == ("stdout", b"12345678")
+            assert await anext(listener) == ("stdout", b"abcdefgh")
+        assert abandoned.end == 8
+        await trio.sleep(2)
+        assert (abandoned.begin, abandoned.end) == (8, 16)
 
 
 @settings(max_examples=200, deadline=None)

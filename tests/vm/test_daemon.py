@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,57 @@ def test_a_stopped_daemon_ends_its_sandboxes_if_asked_to(
     spawn(client)
     assert daemon.stop() == 0
     assert machines() == []
+
+
+def left_alone(daemon: Any, path: str, body: dict[str, Any]) -> socket.socket:
+    """A request whose answer nobody has read yet."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    made = socket.create_connection(("127.0.0.1", int(daemon.url.rpartition(":")[2])))
+    made.sendall(head.encode() + b"\r\n\r\n" + data)
+    return made
+
+
+@pytest.mark.parametrize("verb", ["exec", "eval"])
+def test_what_a_client_that_leaves_has_begun_is_ended(daemon: Any, client: httpx.Client, verb: str) -> None:
+    (child,) = spawn(client)
+    path = f"/v1/sandboxes/{child['id']}"
+    script = "echo $$ > /tmp/pid.new; mv /tmp/pid.new /tmp/pid; sleep 1000"
+    code = f"import subprocess; subprocess.run(['sh', '-c', {script!r}])"
+    body = {"args": ["sh", "-c", script]} if verb == "exec" else {"code": code}
+    wait = {"args": ["sh", "-c", "until test -e /tmp/pid; do sleep 0.05; done; kill -0 $(cat /tmp/pid)"]}
+    with left_alone(daemon, f"{path}/{verb}", {**body, "timeout_secs": 600}):
+        assert client.post(f"{path}/exec", json=wait).json()["exit_code"] == 0
+    gone = {"args": ["sh", "-c", "while kill -0 $(cat /tmp/pid); do sleep 0.05; done"]}
+    assert client.post(f"{path}/exec", json=gone).json()["exit_code"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/sandboxes", {"snapshot_tag": PARENT, "n": 12, "spawn": "restore"}),
+        ("/v1/sandboxes", {"snapshot_tag": PARENT, "n": 12, "spawn": "template", "labels": {"a": "b"}}),
+        ("/v1/fork", {"source": PARENT, "n": 12}),
+    ],
+)
+def test_children_of_a_client_that_leaves_are_ended(
+    daemon: Any, client: httpx.Client, machines: Callable[[], list[int]], path: str, body: dict[str, Any]
+) -> None:
+    with (
+        client.stream("GET", "/v1/events", headers={"accept": "application/x-ndjson"}) as events,
+        left_alone(daemon, path, body) as leaving,
+    ):
+        up: set[str] = set()
+        for line in events.iter_lines():
+            event = json.loads(line)
+            if event["event"] == "spawn":
+                up.add(event["id"])
+                leaving.close()
+            elif event["event"] == "end":
+                up.discard(event["id"])
+                if not up:
+                    break
+    deadline = time.monotonic() + 60
+    while client.get("/v1/sandboxes").json() or machines():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

@@ -123,6 +123,29 @@ async def test_a_sandbox_differs_from_its_snapshot_and_its_sibling_in_what_was_d
         assert refused.value.status == 404
 
 
+async def test_a_snapshot_differs_from_another_one_and_from_what_it_builds_on(controller: AsyncController) -> None:
+    with trio.fail_after(300):
+        child = (await controller.spawn_sandboxes(PARENT, 1))[0]["id"]
+        await controller.exec_command(child, ["touch", "/root/early"])
+        first = (await controller.branch_sandbox(child, mode="diff"))["tag"]
+        await controller.exec_command(child, ["touch", "/root/late"])
+        second = (await controller.branch_sandbox(child, mode="diff"))["tag"]
+        try:
+            found = await controller.diff_sandbox(second, first)
+            assert (found["id"], found["against"], found["added"]) == (second, first, ["/root/late"])
+            assert found["changed_memory_bytes"] > 0 and found["against_changed_memory_bytes"] > 0
+            own = await controller.diff_sandbox(first)
+            assert (own["against"], own["against_changed_memory_bytes"]) == (PARENT, 0)
+            assert "/root/early" in own["added"]
+            assert "/root/late" in (await controller.diff_sandbox(child, first))["added"]
+            with pytest.raises(ControllerError, match="builds on no other"):
+                await controller.diff_sandbox(PARENT)
+            assert [row["id"] for row in await controller.list_sandboxes()] == [child]
+        finally:
+            await controller.delete_snapshot(second, force=True)
+            await controller.delete_snapshot(first, force=True)
+
+
 async def test_a_fan_out_keeps_the_best_and_ends_the_rest(controller: AsyncController) -> None:
     with trio.fail_after(120):
         command = ["sh", "-c", "[ $FORKD_INDEX != 2 ] || exit 3; echo noise; echo $((FORKD_INDEX * 10))"]

@@ -48,6 +48,21 @@ async def test_a_process_goes_on_without_listeners_and_is_found_by_tag(controlle
     assert kept["stdout"] == b"one\ngot word\n"
 
 
+async def test_a_fork_knows_the_tags_of_what_it_inherits_and_what_takes_input(
+    controller: AsyncController, child: str
+) -> None:
+    await controller.start_process(child, ["cat"], stdin=True, tag="fed")
+    await controller.start_process(child, ["sleep", "1000"], tag="deaf")
+    fork = (await controller.fork(child, 1))[0]["id"]
+    with pytest.raises(ControllerError, match="has the tag"):
+        await controller.start_process(fork, ["true"], tag="fed")
+    with pytest.raises(ControllerError, match="without stdin"):
+        await controller.send_stdin(fork, "deaf", b"x")
+    await controller.send_stdin(fork, "fed", b"word", eof=True)
+    said, done = await follow(controller, fork, "fed")
+    assert (said, done["exit_code"], done["tag"]) == (b"word", 0, "fed")
+
+
 async def test_signals_and_time_limits_reach_the_whole_group(controller: AsyncController, child: str) -> None:
     script = "sleep 1000 & echo $!; wait"
     for end in ("signal", "kill", "timeout"):
@@ -71,8 +86,18 @@ async def test_output_nobody_reads_is_cut_at_its_beginning_and_says_so(controlle
     said, done = await follow(controller, child, process["pid"])
     assert said.endswith(b"end\n")
     assert len(said) <= 256 * 1024
+    assert done["lost"] == done["output_begin"]
     assert done["truncated"]
     assert done["output_begin"] + len(said) == done["output_end"] == 3000004
+
+
+async def test_output_waits_for_the_listener_that_was_announced(controller: AsyncController, child: str) -> None:
+    script = "head -c 3000000 /dev/zero; touch /tmp/said"
+    process = await controller.start_process(child, shell=script, attach=True)
+    gone = await controller.exec_command(child, ["sh", "-c", "sleep 1; test -e /tmp/said"])
+    assert gone["exit_code"] == 1  # what the buffer has no room for is not said yet
+    said, done = await follow(controller, child, process["pid"])
+    assert (len(said), done["lost"]) == (3000000, 0)
 
 
 async def test_a_slow_listener_loses_nothing_and_slows_only_its_own_command(

@@ -12,25 +12,35 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import Daemon
+from tests.conftest import Daemon, copy_parent
 
 pytestmark = pytest.mark.vm
 ROOT = Path(__file__).parents[2]
 VERSION = "4.32.5"
 PARENT = "python-numpy"
-# What would fetch and build for minutes, or end the sandbox the others work on.
-LEFT_OUT = {("post", "/v1/setup"), ("post", "/v1/rootfs"), ("post", "/v1/snapshots")}
-# What stops it and what goes on for ever.
-LEFT_OUT |= {("post", "/v1/sandboxes/{id}/pause"), ("get", "/v1/events"), ("get", "/v1/sandboxes/{id}/files/watch")}
-LEFT_OUT |= {("post", "/v1/hub/pack")}  # writes where the daemon stands
-# What removes whatever is there is asked of a daemon that has nothing.
-REMOVES = {("post", "/v1/snapshots/prune"), ("post", "/v1/cleanup")}
-LEFT_OUT |= REMOVES
+ENDLESS = {("get", "/v1/events"), ("get", "/v1/sandboxes/{id}/files/watch")}
+# What stops, changes and removes what the others work on is asked of a daemon whose data is thrown away.
+ONE, TAG = "/v1/sandboxes/{id}", "/v1/snapshots/{tag}"
+CHANGING = {("post", f"{ONE}/pause"), ("patch", ONE), ("patch", TAG)}
+REMOVING = {("post", "/v1/snapshots/prune"), ("post", "/v1/cleanup"), ("delete", ONE), ("delete", TAG)}
+# Never left out: methods that are not described are tried too, on what is there.
+NAMING = {(method, path) for path in (ONE, TAG) for method in ("patch", "delete")}
+# So is what would fetch, build and write for minutes; with names of nothing, as it is how it refuses that counts.
+MAKING = {("post", "/v1/setup"), ("post", "/v1/rootfs"), ("post", "/v1/snapshots"), ("post", "/v1/hub/pack")}
+OF_NO_USE = {
+    "Setup": {"refresh": [False]},
+    "BuildRootfs": {"image": ["127.0.0.1:1/no/image:x", "/nowhere", "debian:none"], "output": ["/nowhere/x"]},
+    "CreateSnapshot": {"image": ["127.0.0.1:1/no/image:x", "/nowhere", "debian:none"], "rootfs": ["/nowhere"]},
+    "PackRequest": {"tag": ["none", "", "../up"], "since": ["none"]},
+}
 # What follows a log for ever, or walks a whole disk, is asked of a sandbox that is not there.
 OF_NOTHING = {("get", "/v1/sandboxes/{id}/logs"), ("get", "/v1/sandboxes/{id}/diff")}
 # A guest that fails, a daemon that is busy and a full disk have documented statuses; 500 is nobody's.
 CONFIG = """[checks.not_a_server_error]
 expected-statuses = ["2xx", "4xx", "502", "503", "504", "507"]
+"""
+DESCRIBED_ONLY = """[phases.coverage]
+unexpected-methods = ["trace"]
 """
 
 
@@ -50,26 +60,28 @@ def schemathesis() -> Path:
 def aimed(spec: dict[str, Any], sandbox_id: str) -> dict[str, Any]:
     """The description with real names in its paths, so that requests reach a real sandbox and a real snapshot.
 
-    What would end or starve the sandbox, or remove the snapshot, gets names of nothing.
+    What reads for ever, and what changes or removes them, gets names of nothing.
     """
     known = {"id": [sandbox_id, "sb-none"], "tag": [PARENT, "none"]}
     for path, methods in spec["paths"].items():
         for method in list(methods):
-            if (method, path) in LEFT_OUT:
+            if (method, path) in (ENDLESS | CHANGING | MAKING | REMOVING) - NAMING:
                 del methods[method]
                 continue
             for parameter in methods[method]["parameters"]:
                 if parameter["in"] == "path" and parameter["name"] in known:
                     names = known[parameter["name"]]
-                    spared = method in ("delete", "patch") or (method, path) in OF_NOTHING
+                    spared = (method, path) in OF_NOTHING | NAMING
                     parameter["schema"] = {"enum": names[1:] if spared else names}
     return spec
 
 
-def fuzz(schemathesis: Path, spec: dict[str, Any], url: str, where: Path) -> subprocess.CompletedProcess[str]:
+def fuzz(
+    schemathesis: Path, spec: dict[str, Any], url: str, where: Path, config: str = CONFIG
+) -> subprocess.CompletedProcess[str]:
     """Make up requests and judge the answers."""
     (where / "openapi.json").write_text(json.dumps(spec))
-    (where / "schemathesis.toml").write_text(CONFIG)
+    (where / "schemathesis.toml").write_text(config)
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     command = [str(schemathesis), "run", str(where / "openapi.json"), "--url", url, "--checks", checks]
     bounds = ["--phases", "coverage,fuzzing", "--max-examples", "8", "--seed", "1", "--request-timeout", "90"]
@@ -95,15 +107,33 @@ def test_made_up_requests_meet_only_what_is_documented(daemon: Daemon, schemathe
                     client.delete(f"/v1/snapshots/{row['tag']}?force=true")
 
 
-def test_made_up_requests_to_remove_meet_only_what_is_documented(
-    start_daemon: Callable[..., Daemon], schemathesis: Path, tmp_path: Path
-) -> None:
-    daemon = start_daemon(tmp_path / "empty")
-    spec = httpx.get(f"{daemon.url}/openapi.json").json()
+def narrowed(spec: dict[str, Any], operations: set[tuple[str, str]], sandbox_id: str) -> dict[str, Any]:
+    """The description with nothing but some operations, on real names and names of nothing."""
+    known = {"id": [sandbox_id, "sb-none"], "tag": [PARENT, "none"]}
     for path, methods in spec["paths"].items():
-        spec["paths"][path] = {method: row for method, row in methods.items() if (method, path) in REMOVES}
+        spec["paths"][path] = {method: row for method, row in methods.items() if (method, path) in operations}
+        for row in spec["paths"][path].values():
+            for parameter in row["parameters"]:
+                if parameter["in"] == "path":
+                    parameter["schema"] = {"enum": known[parameter["name"]]}
     spec["paths"] = {path: methods for path, methods in spec["paths"].items() if methods}
-    assert len(spec["paths"]) == len(REMOVES)
-    done = fuzz(schemathesis, spec, daemon.url, tmp_path)
-    assert done.returncode == 0, done.stdout[-12000:] + done.stderr
+    assert sum(map(len, spec["paths"].values())) == len(operations)
+    for name, fields in OF_NO_USE.items():
+        schema = spec["components"]["schemas"][name]
+        schema["properties"] |= {field: {"enum": values} for field, values in fields.items()}
+        schema["required"] = sorted({*schema.get("required", []), *fields})
+    return spec
+
+
+def test_made_up_requests_to_make_stop_and_remove_meet_only_what_is_documented(
+    data_dir: Path, start_daemon: Callable[..., Daemon], schemathesis: Path, tmp_path: Path
+) -> None:
+    daemon = start_daemon(copy_parent(data_dir, tmp_path / "thrown-away"))
+    with httpx.Client(base_url=daemon.url, timeout=120) as client:
+        child = client.post("/v1/sandboxes", json={"snapshot_tag": PARENT}).json()[0]
+        for operations in (CHANGING | MAKING, REMOVING):  # in this order, so that something is there to be changed
+            spec = narrowed(client.get("/openapi.json").json(), operations, child["id"])
+            done = fuzz(schemathesis, spec, daemon.url, tmp_path, CONFIG + DESCRIBED_ONLY)
+            assert done.returncode == 0, done.stdout[-12000:] + done.stderr
+        assert client.get("/healthz").json() == {"ok": True}
     assert "Traceback" not in daemon.said()

@@ -34,6 +34,28 @@ def test_a_sandbox_is_a_context_manager(daemon: Any) -> None:
         assert (caught.value.status, caught.value.code) == (404, "sandbox_not_found")
 
 
+def test_a_sandbox_forks_into_sandboxes_and_goes_back_and_forth(daemon: Any) -> None:
+    with Controller(daemon.url) as controller, Sandbox(PARENT, controller=controller) as sandbox:
+        sandbox.eval("exec('x = 41')")
+        before = sandbox.branch()["tag"]
+        first, second = sandbox.fork(2)
+        assert [each.eval("x + 1") for each in (first, second)] == ["42", "42"]
+        with first:
+            assert first.commands.run("touch /root/mine").exit_code == 0
+            assert first.diff(sandbox)["added"] == first.diff(sandbox.id)["added"] == ["/root/mine"]
+        assert first.id not in [row["id"] for row in controller.list_sandboxes()]
+        second.eval("exec('x = 7')")
+        former = sandbox.id
+        second.promote()
+        assert (second.id, sandbox.eval("x")) == (former, "7")
+        sandbox.rollback(before)
+        assert (sandbox.id, sandbox.eval("x")) == (former, "41")
+        rows = sandbox.fanout("echo $FORKD_INDEX", 2, best="value", keep=1)
+        assert [row["result"]["stdout"].strip() for row in rows] == ["1", "0"]
+        Sandbox(target=rows[0]["id"], spawn=False, controller=controller).kill()
+        controller.delete_snapshot(before, force=True)
+
+
 async def test_the_async_twin_does_the_same(daemon: Any) -> None:
     async with AsyncController(daemon.url) as controller:
         async with AsyncSandbox(PARENT, controller=controller) as sandbox:

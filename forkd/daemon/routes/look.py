@@ -10,7 +10,17 @@ from starlette.responses import Response
 
 from forkd.daemon.api import IN_SANDBOX, route
 from forkd.daemon.routes import runtime_of
-from forkd.daemon.wire import Emit, EventStream, note_of, query_flag, read_body, reply, stream_media, wants_stream
+from forkd.daemon.wire import (
+    Emit,
+    EventStream,
+    for_client,
+    note_of,
+    query_flag,
+    read_body,
+    reply,
+    stream_media,
+    wants_stream,
+)
 from forkd.ops.diff import diff
 from forkd.ops.fanout import fanout
 from forkd.ops.logs import follow_log, read_log
@@ -39,14 +49,16 @@ async def logs(request: Request) -> Response:
 
 
 async def differ(request: Request) -> Response:
-    """How it differs from ``against``, a sandbox or a snapshot; if not given, the snapshot it was forked from."""
+    """How a sandbox, or the snapshot of that tag, differs from ``against``; if not given, from what it came from."""
     against = request.query_params.get("against")
-    return reply(await diff(runtime_of(request), request.path_params["id"], against))
+    runtime, sandbox_id = runtime_of(request), request.path_params["id"]
+    return reply(await for_client(request, lambda: diff(runtime, sandbox_id, against)))
 
 
 async def fan_out(request: Request) -> Response:
     """Fork children, run one command in each, keep the best by a score, end the rest; the best come first."""
-    rows = await fanout(runtime_of(request), await read_body(request, FanoutRequest))
+    body = await read_body(request, FanoutRequest)
+    rows = await for_client(request, lambda: fanout(runtime_of(request), body))
     note_of(request.scope)["ids"] = [row.id for row in rows if row.kept]
     return reply(rows)
 

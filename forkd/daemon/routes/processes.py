@@ -37,6 +37,7 @@ HANGUP, KILL = 1, 9
 async def create(request: Request) -> Response:
     """Start a process that outlives the request. Asked for events, the answer is its output as it comes."""
     body = await read_body(request, StartProcess)
+    body.attach = body.attach or wants_stream(request)
     process = await processes.start_process(runtime_of(request), request.path_params["id"], body)
     if wants_stream(request):
         return _output_events(request, process, 0)
@@ -120,7 +121,7 @@ async def terminal(websocket: WebSocket) -> None:
     """Start a shell with a terminal of ``rows`` and ``cols``, and attach to it as above."""
     size = TerminalSize(rows=query_number(websocket, "rows", 24), cols=query_number(websocket, "cols", 80))
     shell = websocket.query_params.get("shell") or "exec $(command -v bash || echo sh) -l"
-    body = StartProcess(shell=shell, pty=size, user=websocket.query_params.get("user"), cwd="/")
+    body = StartProcess(shell=shell, pty=size, user=websocket.query_params.get("user"), cwd="/", attach=True)
     process = await processes.start_process(runtime_of(websocket), websocket.path_params["id"], body)
     hangup = query_flag(websocket, "hangup")
     await websocket.accept()

@@ -12,7 +12,17 @@ from starlette.responses import Response
 
 from forkd.daemon.api import IN_SANDBOX, ErrorBody, route
 from forkd.daemon.routes import runtime_of
-from forkd.daemon.wire import Emit, EventStream, error_body, note_of, read_body, reply, stream_media, wants_stream
+from forkd.daemon.wire import (
+    Emit,
+    EventStream,
+    error_body,
+    for_client,
+    note_of,
+    read_body,
+    reply,
+    stream_media,
+    wants_stream,
+)
 from forkd.ops import execute, lifecycle, limits
 from forkd.ops.awake import awake
 from forkd.ops.branch import branch
@@ -69,7 +79,8 @@ async def index(request: Request) -> Response:
 
 async def create(request: Request) -> Response:
     """Fork children: all of them or none; with ``partial`` those that come up, and why the others did not."""
-    children = await spawn(runtime_of(request), await read_body(request, CreateSandboxes))
+    body = await read_body(request, CreateSandboxes)
+    children = await for_client(request, lambda: spawn(runtime_of(request), body))
     return _children(request, children)
 
 
@@ -79,7 +90,7 @@ async def fork_one(request: Request) -> Response:
     options = ForkOptions.of_fork(body)
     runtime = runtime_of(request)
     async with awake(runtime, request.path_params["id"]) as sandbox:
-        children = await fork_running(runtime, sandbox.id, body.n, options)
+        children = await for_client(request, lambda: fork_running(runtime, sandbox.id, body.n, options))
     if all(child.error for child in children):
         assert children[0].error is not None
         raise children[0].error
@@ -118,7 +129,8 @@ async def resume(request: Request) -> Response:
 
 async def fork_verb(request: Request) -> Response:
     """Fork children of a snapshot or a running sandbox in one call, each with its own details."""
-    children = await fork_any(runtime_of(request), await read_body(request, ForkRequest))
+    body = await read_body(request, ForkRequest)
+    children = await for_client(request, lambda: fork_any(runtime_of(request), body))
     return _children(request, children)
 
 
@@ -144,7 +156,7 @@ async def run(request: Request) -> Response:
     runtime, sandbox_id = runtime_of(request), request.path_params["id"]
     body = await read_body(request, ExecRequest)
     if not wants_stream(request):
-        return reply(await execute.exec_command(runtime, sandbox_id, body))
+        return reply(await for_client(request, lambda: execute.exec_command(runtime, sandbox_id, body)))
 
     async def work(emit: Emit) -> Any:
         async def on_output(stream: str, data: bytes) -> None:
@@ -168,7 +180,8 @@ async def capture(request: Request) -> Response:
 async def evaluate(request: Request) -> Response:
     """Evaluate code in the warm interpreter."""
     body = await read_body(request, EvalRequest)
-    return reply(await execute.eval_code(runtime_of(request), request.path_params["id"], body))
+    runtime, sandbox_id = runtime_of(request), request.path_params["id"]
+    return reply(await for_client(request, lambda: execute.eval_code(runtime, sandbox_id, body)))
 
 
 async def prepare(request: Request) -> Response:

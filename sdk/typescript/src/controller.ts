@@ -38,9 +38,9 @@ export class Controller extends HubMethods {
     return this.http.json('GET', '/v1/plugins');
   }
 
-  /** Fetch the guest kernel if it is not there, or take in `kernel`, a path of the daemon's host. */
-  setup(onProgress?: OnProgress, kernel?: string): Promise<Json> {
-    return this.long('/v1/setup', { kernel }, onProgress);
+  /** Fetch the guest kernel if it is not there, or, with `refresh`, again; `kernel`, a path of the daemon's host, is taken in. */
+  setup(onProgress?: OnProgress, kernel?: string, refresh = false): Promise<Json> {
+    return this.long('/v1/setup', { kernel, refresh }, onProgress);
   }
 
   /** Checks of the host, with what to do about those that fail. */
@@ -116,8 +116,9 @@ export class Controller extends HubMethods {
     return this.http.json('POST', sandboxPath(id, '/fork'), { body: { n, ...body(options) } });
   }
 
-  listSandboxes(): Promise<api.SandboxInfo[]> {
-    return this.http.json('GET', '/v1/sandboxes');
+  /** All running sandboxes, or those with every label (name=value, or name) and a status. */
+  listSandboxes(options: { labels?: string[]; status?: string } = {}): Promise<api.SandboxInfo[]> {
+    return this.http.json('GET', '/v1/sandboxes', { query: { label: options.labels, status: options.status } });
   }
 
   getSandbox(id: string): Promise<api.SandboxInfo> {

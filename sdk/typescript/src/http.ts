@@ -22,7 +22,7 @@ export interface ControllerOptions {
 
 export interface Call {
   body?: unknown;
-  query?: Record<string, string | number | boolean | undefined>;
+  query?: Record<string, string | number | boolean | string[] | undefined>;
   headers?: Record<string, string>;
   raw?: BodyInit;
   /** Seconds the daemon itself may take. */
@@ -115,7 +115,9 @@ export class Http {
   private address(path: string, query: Call['query'] = {}): URL {
     const url = new URL(this.baseUrl + path);
     for (const [name, value] of Object.entries(query)) {
-      if (value !== undefined) url.searchParams.set(name, String(value));
+      for (const each of Array.isArray(value) ? value : [value]) {
+        if (each !== undefined) url.searchParams.append(name, String(each));
+      }
     }
     return url;
   }

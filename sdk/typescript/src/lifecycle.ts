@@ -36,7 +36,7 @@ export class LifecycleMethods extends ProcessMethods {
     return this.http.json('POST', sandboxPath(id, '/promote'));
   }
 
-  /** How it differs from a sandbox or a snapshot; if not given, the one it was forked from. */
+  /** How a sandbox or a snapshot differs from another one; if not given, from the snapshot it came from. */
   diffSandbox(id: string, against?: string): Promise<api.SandboxDiff> {
     return this.http.json('GET', sandboxPath(id, '/diff'), { query: { against } });
   }

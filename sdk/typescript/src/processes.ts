@@ -15,12 +15,18 @@ export interface ProcessOutput {
   stderr: Uint8Array;
 }
 
+/** How a followed process ended; `lost`: the bytes that were no longer there to be given. */
+export type Followed = api.ProcessInfo & { lost: number };
+
 const processPath = (id: string, process: ProcessId, verb = '') =>
   sandboxPath(id, `/processes/${Http.part(process)}${verb}`);
 
 /** Commands that outlive the request that started them, and connections to what they serve. */
 export class ProcessMethods extends FileMethods {
-  /** Start a command (`args`, or `shell`) and return at once. */
+  /**
+   * Start a command (`args`, or `shell`) and return at once; with `attach` its output is kept for whoever attaches or
+   * follows next.
+   */
   startProcess(id: string, options: ProcessOptions): Promise<api.ProcessInfo> {
     return this.http.json('POST', sandboxPath(id, '/processes'), { body: body(options) });
   }
@@ -42,17 +48,20 @@ export class ProcessMethods extends FileMethods {
   }
 
   /** Its output from `position` on as it comes, until it ends; how it ended. */
-  followProcess(
+  async followProcess(
     id: string,
     process: ProcessId,
     onOutput: OnOutput,
     position = 0,
     signal?: AbortSignal,
-  ): Promise<api.ProcessInfo> {
+  ): Promise<Followed> {
     const call = { query: { from: position }, signal };
-    return this.http.events('GET', processPath(id, process, '/output'), call, (event) => {
+    let lost = 0;
+    const ended = await this.http.events<api.ProcessInfo>('GET', processPath(id, process, '/output'), call, (event) => {
       if ('data' in event) onOutput(event.event as 'stdout' | 'stderr', fromBase64(String(event['data'])));
+      else if (event.event === 'lost') lost += Number(event['count']);
     });
+    return { ...ended, lost };
   }
 
   /** Send input; with `eof` that was all. */

@@ -1,7 +1,8 @@
 import { Controller } from './controller.js';
-import type { BranchOptions, EvalOptions, ExecOptions, ForkOptions, SpawnOptions } from './controller.js';
+import type { BranchOptions, EvalOptions, ExecOptions, SpawnOptions } from './controller.js';
 import { ControllerError } from './errors.js';
 import type { ControllerOptions } from './http.js';
+import type { FanoutOptions, ForkRequestOptions } from './lifecycle.js';
 import type { Json, OnOutput } from './methods.js';
 import type * as api from './schema.js';
 
@@ -11,7 +12,7 @@ export type CreateOptions = Omit<SpawnOptions, 'n'> & ControllerOptions & { cont
 export class Sandbox {
   constructor(
     readonly controller: Controller,
-    readonly info: api.SandboxInfo,
+    public info: api.SandboxInfo,
   ) {}
 
   /** A fresh child of `snapshotTag`. */
@@ -66,10 +67,30 @@ export class Sandbox {
     return this.controller.pingSandbox(this.id);
   }
 
-  /** Fork it: `n` children that go on from this very instant. */
-  async fork(n = 1, options: ForkOptions = {}): Promise<Sandbox[]> {
-    const rows = await this.controller.forkSandbox(this.id, n, options);
+  /** Fork it: `n` children that go on from this very instant, and live on when it ends. */
+  async fork(n = 1, options: ForkRequestOptions = {}): Promise<Sandbox[]> {
+    const rows = await this.controller.fork(this.id, n, options);
     return rows.map((row) => new Sandbox(this.controller, row));
+  }
+
+  /** Go back to one of its snapshots; id, name and details stay. */
+  async rollback(tag: string): Promise<void> {
+    this.info = await this.controller.rollback(this.id, tag);
+  }
+
+  /** Take over the id and name of the sandbox this one was forked from, which ends. */
+  async promote(): Promise<void> {
+    this.info = await this.controller.promote(this.id);
+  }
+
+  /** Files, processes, ports and memory by which it differs from a sandbox or a snapshot; its own if not given. */
+  diff(against?: Sandbox | string): Promise<api.SandboxDiff> {
+    return this.controller.diffSandbox(this.id, against instanceof Sandbox ? against.id : against);
+  }
+
+  /** Run a command in `n` forks and end all but the best; rows, the best first. */
+  fanout(command: string | string[], n: number, options: FanoutOptions = {}): Promise<api.FanoutRow[]> {
+    return this.controller.fanout(this.id, n, argv(command), options);
   }
 
   /** Capture it into a new snapshot while it goes on. */

@@ -430,7 +430,7 @@ export interface SandboxDetails {
   allow?: string[] | null;
 }
 
-/** How a sandbox differs from `against`, another one or a snapshot. `unread` are directories that could not be compared; `truncated`: there is more. Memory is what each has written since it was forked. */
+/** How a sandbox or a snapshot differs from `against`, another one. `unread` are directories that could not be compared; `truncated`: there is more. Memory is what each has written since it was forked; of a snapshot, what is in layers the other does not build on. */
 export interface SandboxDiff {
   id: string;
   against: string;
@@ -531,7 +531,7 @@ export interface SnapshotInfo {
   volumes?: Volume[];
 }
 
-/** Start a command that outlives the request: `args`, or `shell` for a line of shell. `stdin`: input will be sent, else it reads /dev/null. `pty` gives it a terminal. `tag` is another way to name it. Without `timeout_secs` it may run for ever. */
+/** Start a command that outlives the request: `args`, or `shell` for a line of shell. `stdin`: input will be sent, else it reads /dev/null. `pty` gives it a terminal. `tag` is another way to name it. Without `timeout_secs` it may run for ever. `attach`: somebody is about to listen, so no output is dropped before; a command that says more than the buffer holds is held up until then, for half a minute at most. */
 export interface StartProcess {
   args?: string[];
   shell?: string | null;
@@ -539,6 +539,7 @@ export interface StartProcess {
   cwd?: string | null;
   user?: string | null;
   stdin?: boolean;
+  attach?: boolean;
   pty?: TerminalSize | null;
   timeout_secs?: number | null;
   tag?: string | null;

@@ -264,4 +264,13 @@ test('a running sandbox is forked in one call', async () => {
   await sandbox.eval('thought = 7');
   const children = await sandbox.fork(2);
   assert.deepEqual(await Promise.all(children.map((each) => each.eval('thought'))), ['7', '7']);
+  const [first] = children;
+  await first!.controller.updateSandbox(first!.id, { labels: { role: 'chosen', group: 'a' } });
+  const found = await controller.listSandboxes({ labels: ['role=chosen', 'group'], status: 'running' });
+  assert.deepEqual(found.map((each) => each.id), [first!.id]);
+  await first!.exec('touch /root/mine');
+  assert.deepEqual((await first!.diff(sandbox)).added, ['/root/mine']);
+  const former = sandbox.id;
+  await first!.promote();
+  assert.equal(first!.id, former);
 });

@@ -126,7 +126,7 @@ class Calls:
 
     def follow_process(self, sandbox_id: str, pid: int, on_output: Callable[[str, bytes], None]) -> dict[str, Any]:
         on_output("stdout", b"out")
-        return {"reason": "not_found", "exit_code": 126, "error": "the argument list is too long"}
+        return {"reason": "not_found", "exit_code": 126, "error": "the argument list is too long", "lost": 0}
 
 
 def test_a_fork_takes_its_count_and_time_as_e2b_spells_them() -> None:
@@ -144,5 +144,6 @@ def test_a_command_takes_its_arguments_in_the_order_of_e2b() -> None:
         Sandbox({"id": "sb"}, calls).commands.run("ls", None, {"A": "b"}, "me", "/tmp", heard.append, None, True, 5)
     assert heard == ["out"]
     asked = {"shell": "ls", "env": {"A": "b"}, "user": "me", "cwd": "/tmp", "stdin": True, "timeout_secs": 5}
+    asked["attach"] = True  # nothing is lost before the output is followed
     assert calls.asked == [("sb", asked)]
     assert Toolbox(Sandbox({"id": "sb"}, calls)).run("ls") == (126, "out[the argument list is too long]\n")

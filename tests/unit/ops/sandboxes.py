@@ -69,6 +69,9 @@ class FakeGuest:
             raise self.error
         return {}
 
+    async def procs(self, timeout: float) -> list[Any]:
+        return []
+
 
 class FakeEngine:
     async def describe(self) -> Any:
