@@ -76,7 +76,7 @@ class DiskStore:
         system made anew has other bytes, and what is named by them would be two.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        async with file_lock(self._pointer(key).with_suffix(".lock")):
+        async with file_lock(self.root / f".lock-{self._pointer(key).name[0]}"):  # one of few: they are never removed
             return self.built(key) or await self._build(key, make)
 
     async def _build(self, key: str, make: Callable[[Path, Path], Awaitable[Disk]]) -> Disk:

@@ -14,7 +14,7 @@ import trio
 from forkd.linux import process
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.errors import ControllerError
-from forkd.specs.errors import EngineError
+from forkd.specs.errors import NoSpace
 from tests.conftest import Daemon
 
 pytestmark = pytest.mark.vm
@@ -164,7 +164,7 @@ async def test_one_child_that_fails_is_one_row_or_ends_them_all(
         nonlocal calls
         calls += 1
         if calls == 4:
-            raise EngineError("poisoned")
+            raise NoSpace("poisoned")
         await honest(*args, **named)
 
     monkeypatch.setattr(module, "run_sandbox", poisoned)
@@ -174,7 +174,7 @@ async def test_one_child_that_fails_is_one_row_or_ends_them_all(
         assert [row["error"] for row in error.body["failed"]] == ["poisoned"]
         assert len(await controller.list_sandboxes()) == 10
     else:
-        error = await refused(controller.fork(child, 10), 500, "engine_error")
+        error = await refused(controller.fork(child, 10), 507, "no_space")
         assert len(error.body["details"]["failed"]) == 1
         assert [row["id"] for row in await controller.list_sandboxes()] == [child]
 
