@@ -15,7 +15,7 @@ from typing import Any
 import trio
 
 from forkd.linux.mapping import find_ram
-from forkd.linux.process import ProcessHandle
+from forkd.linux.process import ProcessHandle, small_pages
 from forkd.plugins.engine_qemu.command import CONSOLE_BYTES
 from forkd.plugins.engine_qemu.qmp import Qmp, QmpClosed
 from forkd.specs.engine import RamRegion, Slot
@@ -202,7 +202,7 @@ class Launch:
         prefix += ["setpriv", "--pdeathsig", "KILL", "--"] if self.slot.die_with_owner else []
         fds = (*(listener.fileno() for listener in self._listeners), *extra_fds)
         try:
-            with open(self.slot.directory / LOG, "wb") as log:
+            with open(self.slot.directory / LOG, "wb") as log, small_pages():
                 child = subprocess.Popen(
                     [*prefix, *command],
                     stdin=subprocess.DEVNULL,
