@@ -57,7 +57,6 @@ dist/forkd: $(READY) $(shell find -L forkd docs build forkd.spec pyproject.toml 
 
 test-binary: dist/forkd  ## the CLI and VM cases again, on the binary
 	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q tests/binary tests/vm tests/unit/cli
-	$(BIN)/python -m pytest -q -m slow tests/binary
 
 docs: setup  ## write what is generated: CLI and API reference, examples of the plugin guide, man page
 	$(BIN)/python build/docs.py

@@ -19,7 +19,6 @@ from tests.conftest import ROOT
 BINARY = ROOT / "dist" / "forkd"
 pytestmark = [
     pytest.mark.vm,
-    pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="chroot needs root"),
     pytest.mark.skipif(not BINARY.exists(), reason="no dist/forkd here: make binary"),
 ]

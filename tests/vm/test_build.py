@@ -118,7 +118,6 @@ async def test_python_numpy_is_built_and_forked(controller: AsyncController, fre
     assert all("6" in answer["result"] for answer in answers)
 
 
-@pytest.mark.slow
 async def test_nodejs_answers_evals_as_json_and_siblings_differ(
     controller: AsyncController, fresh_tag: Callable[[str], str]
 ) -> None:
@@ -135,7 +134,6 @@ async def test_nodejs_answers_evals_as_json_and_siblings_differ(
     assert "TypeError" in failed["error"] and failed["exit_code"] == 1
 
 
-@pytest.mark.slow
 async def test_postgres_is_ready_in_every_child_and_each_has_its_own_data(
     controller: AsyncController, fresh_tag: Callable[[str], str]
 ) -> None:

@@ -36,9 +36,7 @@ def test_every_recipe_has_its_parts() -> None:
         assert f"`{name}`" in (RECIPES / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in PARENTS else name for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_dry_run_says_what_it_promises(name: str, daemon: Any, data_dir: Path) -> None:
     if name in PARENTS:
         built = run_forkd(data_dir, "build", str(RECIPES / "parents" / f"{PARENTS[name]}.toml"), timeout=1800)
