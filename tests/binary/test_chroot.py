@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forkd.sdk.controller import Controller
-from tests.conftest import ROOT
+from tests.conftest import PARENT_FILE, ROOT
 
 BINARY = ROOT / "dist" / "forkd"
 pytestmark = [
@@ -79,7 +79,8 @@ def cell(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         shutil.copy(found, root / "usr/share/qemu" / name)
     shutil.copytree(data_dir / "kernels", root / "data/kernels", symlinks=True)
     shutil.copy(BINARY, root / "forkd")
-    disk = max((data_dir / "rootfs").glob("*.ext4"), key=lambda path: path.stat().st_blocks)
+    digest = json.loads((data_dir / PARENT_FILE).read_text())["rootfs"]["digest"]
+    disk = data_dir / "rootfs" / f"{digest.partition(':')[2]}.ext4"
     tree = root.parent / "tree"
     tree.mkdir(exist_ok=True)
     subprocess.run(["debugfs", "-R", f"rdump / {tree}", str(disk)], check=True, capture_output=True)
