@@ -221,13 +221,14 @@ def _commit(runtime: Runtime, plan: Plan, staged: Mapping[str, Path], source: di
             if staged[disk.digest].exists():
                 runtime.disks.adopt(staged[disk.digest], disk)
     stages: list[tuple[Snapshot, Stage]] = []
+    local = dict(plan.local)
     try:
         for layer in plan.layers:
             target = runtime.snapshots.stage(layer.tag, replaces=layer.tag == plan.replaced)
             stages.append((layer, target))
             memory = IMAGE if layer.memory.kind == "image" else DELTA
-            _place(plan, staged, layer.vmstate.digest, target.directory / VMSTATE)
-            _place(plan, staged, layer.memory.digest, target.directory / memory)
+            _place(local, staged, layer.vmstate.digest, target.directory / VMSTATE)
+            _place(local, staged, layer.memory.digest, target.directory / memory)
         if plan.replaced is not None:
             trio.from_thread.run(give_way, runtime, plan.replaced)
         while stages:
@@ -240,12 +241,13 @@ def _commit(runtime: Runtime, plan: Plan, staged: Mapping[str, Path], source: di
         raise
 
 
-def _place(plan: Plan, staged: Mapping[str, Path], digest: str, target: Path) -> None:
-    """Move a staged file to its place, or copy one that another snapshot has, checked again."""
+def _place(local: dict[str, Path], staged: Mapping[str, Path], digest: str, target: Path) -> None:
+    """Move a staged file to its place, or copy one that another snapshot or layer has, checked again."""
     if staged[digest].exists():
         staged[digest].rename(target)
+        local[digest] = target
     else:
-        sparse.clone_file(plan.local[digest], target)
+        sparse.clone_file(local[digest], target)
         digests.verify_file(target, digest)
 
 

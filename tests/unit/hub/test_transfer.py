@@ -188,6 +188,18 @@ async def test_the_same_snapshot_gives_the_same_pack_here_and_there(
     assert cpus
 
 
+async def test_layers_that_changed_the_same_pages_share_a_file_in_the_pack_and_each_have_their_own_here(
+    maker: Runtime, taker: Runtime, tmp_path: Path
+) -> None:
+    one = add_snapshot(maker, "one", maker.snapshots.load("base"), seed=9)
+    add_snapshot(maker, "two", one, seed=9)
+    made = await pack(maker, PackRequest(tag="two", out=str(tmp_path / "p.tar.zst")), quiet)
+    await unpack(taker, UnpackRequest(path=made["path"]), quiet)
+    for tag in ("one", "two"):
+        same(maker, taker, tag)
+    no_leftovers(taker)
+
+
 async def test_ten_packs_of_one_image_have_one_disk_and_without_it_a_pack_is_refused(
     maker: Runtime, taker: Runtime, tmp_path: Path
 ) -> None:
