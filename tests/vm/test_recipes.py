@@ -39,7 +39,9 @@ def test_every_recipe_has_its_parts() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dry_run_says_what_it_promises(name: str, daemon: Any, data_dir: Path) -> None:
     if name in PARENTS:
-        built = run_forkd(data_dir, "build", str(RECIPES / "parents" / f"{PARENTS[name]}.toml"), timeout=1800)
+        built = run_forkd(
+            data_dir, "build", "--replace", str(RECIPES / "parents" / f"{PARENTS[name]}.toml"), timeout=1800
+        )
         assert built.returncode == 0, built.stderr
     environ = {key: value for key, value in os.environ.items() if not key.endswith("_API_KEY")}
     done = subprocess.run(
