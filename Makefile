@@ -13,11 +13,11 @@ SLOWEST_FIRST := tests/vm tests/binary tests/contract tests/unit tests/meta
 demo: setup
 	$(BIN)/forkd quickstart -n 10
 
-# Cases boot real machines on hosts of any load: one that fails is tried once more, and named as a rerun if it then passes.
+# Cases boot real machines on hosts of any load: one that fails is tried again, twice at most, and named as a rerun if it passes then.
 # Then the cases of the command line, of forks and of branches again on the binary; make test-binary runs all of them.
 test: setup lint dist/forkd
-	$(BIN)/python -m pytest -q --reruns 1 $(TOGETHER) $(SLOWEST_FIRST)
-	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q --reruns 1 $(TOGETHER) tests/vm/test_branch.py \
+	$(BIN)/python -m pytest -q --reruns 2 $(TOGETHER) $(SLOWEST_FIRST)
+	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q --reruns 2 $(TOGETHER) tests/vm/test_branch.py \
 		tests/vm/test_fork.py tests/vm/test_cli_refusals.py tests/vm/test_cli_daemon.py tests/unit/cli
 
 setup: deps $(READY)
