@@ -88,7 +88,7 @@ bench-firecracker: setup  ## what a spawn on Firecracker costs our own process; 
 bench-binary: dist/forkd
 	$(BIN)/python tests/bench/binary.py
 
-bench-branch: setup  ## pause and total time of every mode, against QEMU's own; writes docs/branch-bench.json and .png
+bench-branch: bench-parent  ## pause and total time of every mode, against QEMU's own; writes docs/branch-bench.json and .png
 	$(BIN)/pip install --quiet --disable-pip-version-check 'matplotlib>=3.8'
 	$(BIN)/python tests/bench/branch.py --throttled --chain
 

@@ -228,17 +228,21 @@ def machines(data_dir: Path) -> Callable[[], list[int]]:
     return find
 
 
+def parent_disk(data_dir: Path) -> Path:
+    """The disk of ``python-numpy``: cases leave others beside it, some of which no guest could boot from."""
+    digest = json.loads((data_dir / PARENT_FILE).read_text())["rootfs"]["digest"]
+    return data_dir / "rootfs" / f"{digest.partition(':')[2]}.ext4"
+
+
 async def large_parent(controller: AsyncController, data_dir: Path) -> str:
     """A parent with the disk of ``python-numpy`` and RAM enough for a file of 1 GiB: half of it is for files."""
     tag = f"{PARENT}-3g"
-    manifest = json.loads((data_dir / "snapshots" / PARENT / "snapshot.json").read_text())
-    disk = data_dir / "rootfs" / f"{manifest['rootfs']['digest'].partition(':')[2]}.ext4"
     rows = {row["tag"]: row for row in await controller.list_snapshots()}
     if tag in rows and rows[tag]["created_at_unix"] < rows[PARENT]["created_at_unix"]:
         await controller.delete_snapshot(tag, force=True)  # it has an older agent in its memory
         del rows[tag]
     if tag not in rows:
-        await controller.create_snapshot(tag, rootfs=str(disk), mem_size_mib=3072)
+        await controller.create_snapshot(tag, rootfs=str(parent_disk(data_dir)), mem_size_mib=3072)
     return tag
 
 

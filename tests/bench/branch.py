@@ -30,6 +30,7 @@ from forkd.sandbox import Sandbox, end_sandbox
 from forkd.specs.requests import BranchRequest, CreateSnapshot
 
 ROOT = Path(__file__).parents[2]
+PARENT = "python-numpy"
 MODES = ("full", "diff", "live")
 QEMU = "background-snapshot"
 THROTTLE = 20 << 20
@@ -39,8 +40,9 @@ async def parent(runtime: Runtime, ram: int) -> str:
     """A warm parent of this size, made once."""
     tag = f"bench-{ram}"
     if not runtime.snapshots.path(tag).exists():
-        rootfs = next(runtime.settings.rootfs_dir.glob("*.ext4"))
-        request = CreateSnapshot(tag=tag, rootfs=str(rootfs), mem_size_mib=ram)
+        rootfs = runtime.snapshots.load(PARENT).manifest.rootfs
+        assert rootfs is not None
+        request = CreateSnapshot(tag=tag, rootfs=str(runtime.disks.find(rootfs)), mem_size_mib=ram)
         await create_parent(runtime, request, lambda step, fraction: None)
     return tag
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forkd.sdk.controller import Controller
-from tests.conftest import PARENT_FILE, ROOT
+from tests.conftest import ROOT, parent_disk
 
 BINARY = ROOT / "dist" / "forkd"
 pytestmark = [
@@ -79,11 +79,9 @@ def cell(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         shutil.copy(found, root / "usr/share/qemu" / name)
     shutil.copytree(data_dir / "kernels", root / "data/kernels", symlinks=True)
     shutil.copy(BINARY, root / "forkd")
-    digest = json.loads((data_dir / PARENT_FILE).read_text())["rootfs"]["digest"]
-    disk = data_dir / "rootfs" / f"{digest.partition(':')[2]}.ext4"
     tree = root.parent / "tree"
     tree.mkdir(exist_ok=True)
-    subprocess.run(["debugfs", "-R", f"rdump / {tree}", str(disk)], check=True, capture_output=True)
+    subprocess.run(["debugfs", "-R", f"rdump / {tree}", str(parent_disk(data_dir))], check=True, capture_output=True)
     subprocess.run(["tar", "-C", str(tree), "-cf", str(root / "image.tar"), "."], check=True)
     shutil.rmtree(tree)
     yield Cell(root)

@@ -17,6 +17,7 @@ from forkd.specs.hookspecs import EngineFactory
 from forkd.specs.models import Hardware
 from forkd.testing.engine import EngineContract
 from forkd.testing.template import TemplateContract
+from tests.conftest import parent_disk
 
 pytestmark = pytest.mark.vm
 NO_FIRECRACKER = FirecrackerEngine.why_not(HostProbe())
@@ -25,8 +26,9 @@ NO_FIRECRACKER = FirecrackerEngine.why_not(HostProbe())
 @pytest.fixture(scope="class")
 def boot_spec(data_dir: Path) -> BootSpec:
     kernel = trio.run(find_kernel, data_dir)
-    rootfs = next((data_dir / "rootfs").glob("*.ext4"))
-    return BootSpec(kernel.kernel, kernel.initrd, rootfs, Hardware(vcpus=1, mem_mib=256), secrets.token_hex(16))
+    return BootSpec(
+        kernel.kernel, kernel.initrd, parent_disk(data_dir), Hardware(vcpus=1, mem_mib=256), secrets.token_hex(16)
+    )
 
 
 @pytest.mark.kvm

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forkd.store.snapshots import content_id, decode, encode
+from tests.conftest import parent_disk
 
 pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
@@ -151,7 +152,7 @@ def test_a_full_disk_leaves_no_snapshot(data_dir: Path, tmp_path: Path, forkd: F
     try:
         for name in ("kernels", "rootfs", "cache"):
             (small / name).symlink_to(data_dir / name)
-        rootfs = next((data_dir / "rootfs").glob("*.ext4"))
+        rootfs = parent_disk(data_dir)
         env = {"FORKD_DATA_DIR": str(small)}
         done = forkd("snapshot", "--tag", "full", "--rootfs", str(rootfs), "--mem-size-mib", "256", env=env)
         assert_refused(done, 1, "no space left")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import FORKD, run_forkd
+from tests.conftest import FORKD, parent_disk, run_forkd
 
 pytestmark = pytest.mark.vm
 PARENT = "python-numpy"
@@ -58,7 +58,7 @@ def test_killed_forks_leave_nothing(data_dir: Path, forkd: Forkd, machines: Call
 def test_killed_snapshots_are_never_listed_unless_whole(
     data_dir: Path, forkd: Forkd, machines: Callable[[], list[int]]
 ) -> None:
-    rootfs = str(next((data_dir / "rootfs").glob("*.ext4")))
+    rootfs = str(parent_disk(data_dir))
     moment = random.Random(7)
     for trial in range(7):
         tag = f"killed-{trial}"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from forkd.sdk.async_controller import AsyncController
-from tests.conftest import PARENT, run_forkd
+from tests.conftest import parent_disk, run_forkd
 
 pytestmark = pytest.mark.vm
 Tags = Callable[[str], str]
@@ -31,12 +31,6 @@ def image(work: Path, name: str, **contents: str) -> Path:
     return path
 
 
-def rootfs_of(data_dir: Path) -> str:
-    """The disk of the parent that is there."""
-    manifest = json.loads((data_dir / "snapshots" / PARENT / "snapshot.json").read_text())
-    return str(data_dir / "rootfs" / f"{manifest['rootfs']['digest'].partition(':')[2]}.ext4")
-
-
 async def shell(controller: AsyncController, child: dict[str, Any], line: str) -> str:
     done = await controller.exec_command(child["id"], ["sh", "-c", line])
     return str(done["stdout"] + done["stderr"])
@@ -49,7 +43,17 @@ async def test_children_have_their_volumes_and_keep_what_they_write_to_themselve
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (notes, tables)]
     tag, later, packed = fresh_tag("volumes"), fresh_tag("later"), tmp_path / "later.forkd-snapshot.tar.zst"
     made = run_forkd(
-        *(data_dir, "snapshot", "--tag", tag, "--rootfs", rootfs_of(data_dir), "--mem-size-mib", "256", "--json"),
+        *(
+            data_dir,
+            "snapshot",
+            "--tag",
+            tag,
+            "--rootfs",
+            str(parent_disk(data_dir)),
+            "--mem-size-mib",
+            "256",
+            "--json",
+        ),
         *("--volume", f"{tables}:/data/deep:ro", "--volume", f"{notes}:/data"),
     )
     assert made.returncode == 0, made.stderr
@@ -92,7 +96,7 @@ async def test_as_many_volumes_as_there_may_be(
     disk = image(tmp_path, "disk", file="x")
     wanted = [{"host_path": str(disk), "guest_path": f"/v/{index:02}", "read_only": True} for index in range(21)]
     tag = fresh_tag("many")
-    await controller.create_snapshot(tag, rootfs=rootfs_of(data_dir), mem_size_mib=256, volumes=wanted)
+    await controller.create_snapshot(tag, rootfs=str(parent_disk(data_dir)), mem_size_mib=256, volumes=wanted)
     (child,) = await controller.spawn_sandboxes(tag, 1, spawn="restore")
     assert await shell(controller, child, "cat /v/*/file") == "x" * 21
 
@@ -114,7 +118,9 @@ def test_volumes_that_cannot_be_had_are_refused(data_dir: Path, tmp_path: Path) 
         (f"{good}:/proc/x", "cannot be at"),
         (f"{good}:/a b", "cannot be at"),
     ):
-        done = run_forkd(data_dir, "snapshot", "--tag", "never", "--rootfs", rootfs_of(data_dir), "--volume", spec)
+        done = run_forkd(
+            data_dir, "snapshot", "--tag", "never", "--rootfs", str(parent_disk(data_dir)), "--volume", spec
+        )
         assert (done.returncode, word in done.stderr) == (2, True), (spec, done.stderr)
     twice = ("--volume", f"{good}:/a", "--volume", f"{good}:/a:ro")
     assert "same path" in run_forkd(data_dir, "snapshot", "--tag", "never", "--rootfs", str(good), *twice).stderr
@@ -138,14 +144,14 @@ async def test_a_parent_is_on_the_hosts_tap_while_it_warms_up_and_its_children_a
     controller: AsyncController, fresh_tag: Tags, data_dir: Path, tap: str
 ) -> None:
     refused = run_forkd(
-        *(data_dir, "snapshot", "--tag", "never", "--rootfs", rootfs_of(data_dir), "--tap", "no-such-tap")
+        *(data_dir, "snapshot", "--tag", "never", "--rootfs", str(parent_disk(data_dir)), "--tap", "no-such-tap")
     )
     assert (refused.returncode, "--network nat" in refused.stderr) == (2, True)
     tag = fresh_tag("tapped")
     told = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.connect(('10.42.0.1', 9))"
     await controller.create_snapshot(
         tag,
-        rootfs=rootfs_of(data_dir),
+        rootfs=str(parent_disk(data_dir)),
         mem_size_mib=256,
         tap=tap,
         warmup=[told, "seen = s.getsockname()[0]; s.send(b'x')"],
