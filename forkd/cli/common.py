@@ -68,7 +68,7 @@ def with_controller(work: Callable[[AsyncController], Awaitable[T]]) -> T:
         done: list[T] = []
         async with trio.open_nursery() as watch:
             with trio.CancelScope() as scope:
-                watch.start_soon(_cancel_on_interrupt, scope)
+                await watch.start(_cancel_on_interrupt, scope)
                 async with find_controller(meta.get(URL), meta.get(TOKEN)) as controller:
                     done.append(await work(controller))
             watch.cancel_scope.cancel()
@@ -94,14 +94,19 @@ def hang_up() -> NoReturn:
     sys.exit(128 + signal.SIGPIPE)
 
 
-async def _cancel_on_interrupt(scope: trio.CancelScope) -> None:
+async def _cancel_on_interrupt(scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
     """Ctrl-C ends the work as a cancellation, so that it tidies up; another one, a second later or more, ends us hard.
 
-    Not sooner: the one-file binary gets every Ctrl-C twice, from the terminal and from its launcher.
+    Not sooner: the one-file binary gets every Ctrl-C twice, from the terminal and from its launcher. Whoever started us
+    without Ctrl-C (``&`` in a script) is not for us to overrule.
     """
     import trio
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        task_status.started()
+        return
     with trio.open_signal_receiver(signal.SIGINT) as signals:
+        task_status.started()
         async for _ in signals:
             if not scope.cancel_called:
                 scope.cancel()
