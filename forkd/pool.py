@@ -15,7 +15,8 @@ from forkd.slots import SlotOwner, new_sandbox_id
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import ForkdError
 from forkd.specs.models import PoolInfo
-from forkd.templates import PRESSURE, Recipe, restore_warm
+from forkd.templates import PRESSURE
+from forkd.warming import Recipe, restore_warm
 
 if TYPE_CHECKING:
     from forkd.runtime import Runtime

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
 
-from forkd.canary import Canary
-from forkd.guestlink import GuestLink, ResumeInfo
-from forkd.linux.mapping import read_totals
 from forkd.linux.memory_free import available_share
-from forkd.slots import new_sandbox_id
-from forkd.specs.engine import TEMPLATE, Engine, Machine, MachineTemplate, RestoreSpec, Slot, TemplateEngine
-from forkd.specs.errors import EngineError, GuestError, GuestTimeout
+from forkd.specs.engine import TEMPLATE
+from forkd.specs.errors import EngineError, GuestError
+from forkd.warming import Grown, Recipe, grow_template
 
 if TYPE_CHECKING:
     from forkd.runtime import Runtime
@@ -29,15 +28,6 @@ AUTO_REQUESTS = 2
 MAX_FAILURES = 3
 TIDY_SECONDS = 15.0
 PRESSURE = 0.10
-WARM_UP = (
-    "1",
-    "sum(n * n for n in range(9))",
-    "print(f'{1.5:.3f}')",
-    "numpy.ones(3).tolist() + numpy.zeros(3).tolist()",
-)
-"""Evals a template is warmed with: its clones then have the guest's code for the like translated already. Those that
-are errors (another language, no numpy) warm what errors need."""
-READY_TIMEOUT = 60.0
 log = logging.getLogger("forkd")
 
 
@@ -57,31 +47,36 @@ class SpawnCounts:
     dropped: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a template is made from: a snapshot, by content, over one memory image."""
-
-    content: str
-    agent_sync: str
-    engine: Engine
-    spec: RestoreSpec
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """What templates are told apart by."""
-        return self.content, self.spec.memory.path
-
-
 @dataclass(slots=True)
 class Kept:
     """A template in use."""
 
     key: tuple[str, str]
-    template: MachineTemplate
-    canary: Canary
-    bytes: int
+    grown: Grown
     used: float = field(default_factory=lambda: time.monotonic())
     failures: int = 0
+    _users: int = 0
+    _unused: trio.Event = field(default_factory=trio.Event)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While children are cloned from it, ``retire`` waits."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+                self._unused = trio.Event()
+
+    async def retire(self) -> None:
+        """End it as soon as nobody clones from it."""
+        try:
+            while self._users:
+                await self._unused.wait()
+        finally:
+            await self.grown.template.close()
 
 
 @dataclass(slots=True)
@@ -139,7 +134,7 @@ class Templates:
     async def close(self) -> None:
         """End all of them."""
         while self.kept:
-            await self.kept.popitem()[1].template.close()
+            await self.kept.popitem()[1].grown.template.close()
 
     async def _make(self, runtime: Runtime, recipe: Recipe) -> Kept | None:
         """Make the template, once however many ask at the same time; None if it cannot be."""
@@ -148,7 +143,7 @@ class Templates:
                 return self.kept[recipe.key]
             began = time.monotonic()
             try:
-                kept = await make_template(runtime, recipe)
+                kept: Kept = await runtime.nursery.start(self._grow, runtime, recipe)
             except (EngineError, GuestError) as error:
                 self.counts.refusals += 1
                 self.refused[recipe.key] = error.message
@@ -157,13 +152,41 @@ class Templates:
                 return None
             self.counts.made += 1
             self.refused.pop(recipe.key, None)
-            self.kept[recipe.key] = kept
             runtime.observe("template", content=recipe.content, ms=round((time.monotonic() - began) * 1000, 1))
         self._trim(runtime, spare=kept)
         if not self._tidying:
             self._tidying = True
             runtime.nursery.start_soon(self._tidy, runtime)
         return kept
+
+    async def _grow(
+        self, runtime: Runtime, recipe: Recipe, task_status: trio.TaskStatus[Kept] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Keep a template as soon as there is one, and, some seconds later, the riper one in its place."""
+        kept: Kept | None = None
+
+        def first(grown: Grown) -> None:
+            nonlocal kept
+            kept = self.kept[recipe.key] = Kept(recipe.key, grown)
+            task_status.started(kept)
+
+        async def ripe(grown: Grown) -> None:
+            if kept is None or self.kept.get(recipe.key) is not kept:
+                await grown.template.close()
+                return
+            self.kept[recipe.key] = Kept(recipe.key, grown, kept.used)
+            await kept.retire()
+
+        try:
+            await grow_template(runtime, recipe, first, ripe)
+        except (EngineError, GuestError) as error:
+            if kept is None:
+                raise
+            log.warning("the template of %s stays as it is: %s", recipe.content[:19], error)
+        except Exception:
+            if kept is None:
+                raise
+            log.exception("the template of %s stays as it is", recipe.content[:19])
 
     async def _make_beside(self, runtime: Runtime, recipe: Recipe) -> None:
         """Make it for those who ask next. Nobody waits for it: whatever goes wrong ends here and is not tried again."""
@@ -177,7 +200,7 @@ class Templates:
         del self.kept[kept.key]
         self._asked.pop(kept.key, None)
         self.counts.dropped += 1
-        runtime.nursery.start_soon(kept.template.close)
+        runtime.nursery.start_soon(kept.retire)
 
     async def _tidy(self, runtime: Runtime) -> None:
         """Drop what nobody used for a while, and everything when memory is short."""
@@ -194,63 +217,8 @@ class Templates:
         settings = runtime.settings
         short = available_share() < PRESSURE
         for kept in sorted(self.kept.values(), key=lambda kept: kept.used):
-            total = sum(each.bytes for each in self.kept.values())
+            total = sum(each.grown.bytes for each in self.kept.values())
             if len(self.kept) <= settings.template_count and total <= settings.template_mib << 20 and not short:
                 return
             if kept is not spare:
                 self._drop(runtime, kept)
-
-
-async def restore_warm(runtime: Runtime, recipe: Recipe, slot: Slot) -> tuple[Machine, GuestLink]:
-    """A restored machine that has answered often enough for its guest's code to be translated; the caller's to end.
-
-    Raises EngineError, GuestError; then, as on cancellation, no process is left.
-    """
-    machine = await recipe.engine.restore(recipe.spec, slot)
-    try:
-        sync = bytes.fromhex(recipe.agent_sync)
-        link = await GuestLink.open(machine.agent, sync, runtime.nursery, resume=ResumeInfo.fresh(slot.id))
-        with trio.move_on_after(READY_TIMEOUT):
-            await link.ready()
-            for count in range(runtime.settings.template_warmup):
-                await link.eval(WARM_UP[count % len(WARM_UP)], timeout=READY_TIMEOUT)
-            return machine, link
-        raise GuestTimeout(f"the guest of {slot.id} was not warm within {READY_TIMEOUT:g} s")
-    except BaseException:
-        await machine.kill()
-        raise
-
-
-async def make_template(runtime: Runtime, recipe: Recipe) -> Kept:
-    """Restore a machine, warm it, stop it, freeze it; the machine itself is ended. Raises EngineError, GuestError."""
-    engine = recipe.engine
-    assert isinstance(engine, TemplateEngine)
-    slot = runtime.slots.take(new_sandbox_id())
-    machine: Machine | None = None
-    template: MachineTemplate | None = None
-    try:
-        machine, link = await restore_warm(runtime, recipe, slot)
-        canary = None
-        with trio.move_on_after(READY_TIMEOUT):
-            canary = await Canary.take(machine, link)
-        if canary is None:
-            raise GuestTimeout(f"the guest of a template did not answer within {READY_TIMEOUT:g} s")
-        # The link stays open until the machine is frozen: a guest whose host end is closed would poll.
-        template = await engine.freeze(machine, slot, resume=False)
-        await machine.kill()
-        bytes_ = await trio.to_thread.run_sync(_private_bytes, template.pid)
-    except BaseException:
-        if template is not None:
-            await template.close()
-        raise
-    finally:
-        with trio.CancelScope(shield=True):
-            if machine is not None:
-                await machine.kill()
-            await trio.to_thread.run_sync(runtime.slots.give_back, slot)
-    return Kept(recipe.key, template, canary, bytes_)
-
-
-def _private_bytes(pid: int) -> int:
-    totals = read_totals(pid)
-    return totals["Private_Dirty"] + totals["Private_Clean"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import trio
@@ -26,7 +27,8 @@ from forkd.specs.models import SandboxInfo, Snapshot
 from forkd.specs.requests import CreateSandboxes, ForkSandbox
 from forkd.store.chain import resolve
 from forkd.store.snapshots import Stored
-from forkd.templates import SPAWN, Recipe
+from forkd.templates import SPAWN
+from forkd.warming import Recipe
 
 log = logging.getLogger("forkd")
 
@@ -150,7 +152,7 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
     async def one() -> Sandbox:
         if kept is not None:
             try:
-                sandbox = await up(kept.template.clone, "template", kept.canary)
+                sandbox = await up(kept.grown.template.clone, "template", kept.grown.canary)
                 runtime.templates.counts.clones += 1
                 return sandbox
             except OutOfMemory:
@@ -181,9 +183,10 @@ async def _fork(runtime: Runtime, tag: str, n: int, options: ForkOptions) -> lis
         except ForkdError as error:
             children[index] = Child(index, None, error)
 
-    async with or_ended(children), trio.open_nursery() as nursery:
-        for index in range(n):
-            nursery.start_soon(row, index)
+    with kept.in_use() if kept is not None else nullcontext():
+        async with or_ended(children), trio.open_nursery() as nursery:
+            for index in range(n):
+                nursery.start_soon(row, index)
     runtime.observe("fork", tag=tag, asked=n, up=sum(child.sandbox is not None for child in children))
     return children
 

@@ -10,7 +10,7 @@ from forkd.runtime import Runtime
 from forkd.specs.engine import IDLE_NIC
 from forkd.specs.errors import BadInput, CapabilityMissing, ForkdError
 from forkd.specs.models import PoolInfo
-from forkd.templates import Recipe
+from forkd.warming import Recipe
 
 log = logging.getLogger("forkd")
 

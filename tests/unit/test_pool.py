@@ -11,7 +11,7 @@ import trio
 from forkd import pool as pools
 from forkd.pool import Pools
 from forkd.runtime import Runtime
-from forkd.templates import Recipe
+from forkd.warming import Recipe
 
 
 async def test_a_keeper_goes_on_when_tending_fails_in_a_way_nobody_thought_of(

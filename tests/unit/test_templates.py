@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,8 @@ from forkd.runtime import Runtime
 from forkd.specs.engine import TEMPLATE, Engine, MemoryImage, RestoreSpec
 from forkd.specs.errors import EngineError, TemplateRefused
 from forkd.specs.models import Hardware, Platform
-from forkd.templates import Kept, Recipe, Templates
+from forkd.templates import Kept, Templates
+from forkd.warming import Grown, Recipe
 
 PLATFORM = Platform(engine="fake", engine_version="1", accelerator="tcg", machine="m", cpu="c", arch="a")
 
@@ -51,16 +52,23 @@ class Scene:
         self.made: list[str] = []
         self.fail: Exception | None = None
         self.size = 1 << 20
+        self.ripen: dict[str, Callable[[], Awaitable[None]]] = {}
 
     def observe(self, kind: str, **details: Any) -> None:
         pass
 
-    async def make(self, runtime: Runtime, recipe: Recipe) -> Kept:
+    async def grow(
+        self, runtime: Runtime, recipe: Recipe, first: Callable[[Grown], None], ripe: Callable[[Grown], Awaitable[None]]
+    ) -> None:
         await trio.lowlevel.checkpoint()
         if self.fail is not None:
             raise self.fail
         self.made.append(recipe.content)
-        return Kept(recipe.key, cast(Any, FakeTemplate()), Canary(0, b"", "", b""), self.size)
+        first(self.grown())
+        self.ripen[recipe.content] = lambda: ripe(self.grown())
+
+    def grown(self) -> Grown:
+        return Grown(cast(Any, FakeTemplate()), Canary(0, b"", "", b""), self.size)
 
     async def pick(self, content: str = "a", n: int = 1, spawn: str = "auto", engine: Any = None) -> Kept | None:
         spec = RestoreSpec(Path("v"), MemoryImage("m", 1), None, Hardware(vcpus=1, mem_mib=64), PLATFORM)
@@ -76,7 +84,7 @@ class Scene:
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     async with trio.open_nursery() as nursery:
         made = Scene(nursery)
-        monkeypatch.setattr(templates, "make_template", made.make)
+        monkeypatch.setattr(templates, "grow_template", made.grow)
         monkeypatch.setattr(templates, "available_share", lambda: 0.5)
         yield made
         nursery.cancel_scope.cancel()
@@ -148,7 +156,7 @@ async def test_a_template_of_which_three_clones_fail_is_given_up(scene: Scene) -
         assert scene.templates.kept != {}, turn
         scene.templates.failed(cast(Runtime, scene), kept, EngineError("no"))
     await scene.settle()
-    assert cast(Any, kept.template).closed.is_set()
+    assert cast(Any, kept.grown.template).closed.is_set()
     assert await scene.pick(n=10) is None
     assert "3 clones failed" in str(scene.why)
     assert scene.templates.counts.fallbacks == 3
@@ -162,7 +170,7 @@ async def test_the_least_used_go_when_there_are_too_many_or_they_are_too_large(s
     await scene.pick("c", 10)
     assert [key[0] for key in scene.templates.kept] == ["a", "c"]
     await scene.settle()
-    assert cast(Any, second.template).closed.is_set() and not cast(Any, first.template).closed.is_set()
+    assert cast(Any, second.grown.template).closed.is_set() and not cast(Any, first.grown.template).closed.is_set()
     scene.size = 90 << 20
     await scene.pick("d", 10)
     scene.size = 20 << 20
@@ -192,6 +200,49 @@ async def test_a_removed_snapshot_takes_its_template_along_and_closing_ends_all(
     assert first is not None and second is not None
     scene.templates.forget(cast(Runtime, scene), "a")
     await scene.settle()
-    assert cast(Any, first.template).closed.is_set() and not cast(Any, second.template).closed.is_set()
+    assert cast(Any, first.grown.template).closed.is_set() and not cast(Any, second.grown.template).closed.is_set()
     await scene.templates.close()
-    assert cast(Any, second.template).closed.is_set()
+    assert cast(Any, second.grown.template).closed.is_set()
+
+
+async def test_a_riper_one_takes_its_place_and_the_first_goes_when_nobody_clones_from_it(scene: Scene) -> None:
+    first = await scene.pick(n=10)
+    assert first is not None
+    async with trio.open_nursery() as nursery:
+        with first.in_use():
+            nursery.start_soon(scene.ripen["a"])
+            await scene.settle()
+            second = await scene.pick(n=10)
+            assert second is not None and second is not first
+            with first.in_use():
+                pass
+            await scene.settle()
+            assert not cast(Any, first.grown.template).closed.is_set()
+    assert cast(Any, first.grown.template).closed.is_set() and not cast(Any, second.grown.template).closed.is_set()
+    assert (scene.made, scene.templates.counts.made) == (["a"], 1)
+
+
+async def test_a_riper_one_of_a_template_that_was_dropped_is_dropped_as_well(scene: Scene) -> None:
+    await scene.pick(n=10)
+    scene.templates.forget(cast(Runtime, scene), "a")
+    await scene.ripen["a"]()
+    assert scene.templates.kept == {}
+
+
+async def test_a_template_that_cannot_ripen_stays_as_it_is(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for content, error in (("a", TemplateRefused("the guest fell asleep")), ("b", ValueError("odd"))):
+
+        async def grow(
+            runtime: Any, recipe: Any, first: Callable[[Grown], None], ripe: Any, error: Any = error
+        ) -> None:
+            first(scene.grown())
+            await trio.lowlevel.checkpoint()
+            raise error
+
+        monkeypatch.setattr(templates, "grow_template", grow)
+        kept = await scene.pick(content, n=10)
+        await scene.settle()
+        assert await scene.pick(content) is kept and kept is not None
+    assert "the guest fell asleep" in caplog.text and "odd" in caplog.text

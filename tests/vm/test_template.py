@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from forkd.canary import Canary
 from forkd.config import load_settings
@@ -20,6 +22,7 @@ from forkd.sdk.async_controller import AsyncController
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import CloneBroken, LimitRefused
 from forkd.specs.requests import BranchRequest
+from forkd.warming import REHEARSALS
 from tests.vm.test_fork_running import hand_descriptor
 
 pytestmark = pytest.mark.vm
@@ -59,15 +62,35 @@ async def test_a_clone_that_fails_its_canary_is_replaced_by_a_restored_child(
     async def fail_once(self: Canary, machine: Machine, asked: Any) -> None:
         await check(self, machine, asked)
         seen.append(machine.pid)
-        if len(seen) == 1:
+        if len(seen) == REHEARSALS + 1:
             raise CloneBroken("from the test")
 
     monkeypatch.setattr(Canary, "check", fail_once)
     made = await children(runtime, 3)
     assert sorted(each.info.spawned_by for each in made) == ["restore", "template", "template"]
-    assert seen[0] not in machines()
+    assert seen[REHEARSALS] not in machines()
     assert {await ask(each, "numpy.zeros(3).tolist()[0]") for each in made} == {0.0}
     assert (runtime.templates.counts.clones, runtime.templates.counts.fallbacks) == (2, 1)
+
+
+async def test_a_template_ripens_while_it_is_used_and_nobody_notices(
+    runtime: Runtime, machines: Callable[[], list[int]]
+) -> None:
+    made = await children(runtime, 2)
+    (young,) = runtime.templates.kept.values()
+    young_pid = young.grown.template.pid
+    with trio.fail_after(60):
+        while next(iter(runtime.templates.kept.values())) is young:
+            made += await children(runtime, 1)
+    (ripe,) = runtime.templates.kept.values()
+    with trio.fail_after(60):
+        while os.path.exists(f"/proc/{young_pid}"):
+            await trio.sleep(0.02)
+    made += await children(runtime, 2)
+    assert ripe.grown.template.pid != young_pid
+    assert {await ask(each, "numpy.zeros(3).tolist()[0]") for each in made} == {0.0}
+    assert runtime.templates.counts.fallbacks == 0
+    assert set(machines()) == {each.machine.pid for each in made}
 
 
 async def test_a_machine_with_something_unknown_open_makes_no_template_and_the_children_say_why(
