@@ -78,6 +78,16 @@ FILE_TYPES = {
 }
 
 
+# json's own inner functions: its outer ones make and use twenty objects a call, and each page written to (as counting
+# a reference does) is a child's own. For the same reason what every request needs is not looked up in its module.
+JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+scan_json = json.JSONDecoder().scan_once
+encode_json = (json.encoder.c_make_encoder or (lambda *_: JSON.iterencode))(
+    None, JSON.default, json.encoder.encode_basestring, None, ":", ",", False, False, True
+)
+read, write, kill, monotonic, time_ns = os.read, os.write, os.kill, time.monotonic, time.time_ns
+
+
 class Refusal(Exception):
     """A request that is answered with ok = false."""
 
@@ -106,7 +116,7 @@ def refusal_of(error):
 
 def log(text):
     try:
-        os.write(2, ("forkd-agent: %s\n" % text).encode("utf-8", "replace"))
+        write(2, ("forkd-agent: %s\n" % text).encode("utf-8", "replace"))
     except OSError:
         pass  # without a console there is nowhere left to say it
 
@@ -171,7 +181,18 @@ def take_hex(request, name, digits):
 
 def encode(message):
     """JSON in UTF-8; what UTF-8 cannot say (lone surrogates) becomes a question mark."""
-    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return "".join(encode_json(message, 0)).encode("utf-8", "replace")
+
+
+def decode(text):
+    """The value a JSON text stands for; raises ValueError."""
+    try:
+        value, end = scan_json(text, 0)
+        if end == len(text):
+            return value
+    except StopIteration:
+        pass
+    return json.loads(text)  # there is space around it, or an error to be named
 
 
 def kill_group(pid, number):
@@ -208,7 +229,7 @@ class Loop:
     def after(self, seconds, call):
         """Call once, later; the timer returned goes to ``stop``."""
         self.made += 1
-        timer = [time.monotonic() + seconds, self.made, call]
+        timer = [monotonic() + seconds, self.made, call]
         heapq.heappush(self.timers, timer)
         return timer
 
@@ -225,14 +246,14 @@ class Loop:
         if self.pending:
             timeout = 0
         elif timers:
-            timeout = max(0, timers[0][0] - time.monotonic())
+            timeout = max(0, timers[0][0] - monotonic())
         else:
             timeout = None
         for fd, events in self.epoll.poll(timeout):
             handler = self.handlers.get(fd)
             if handler is not None and not self.guard(handler, events):
                 self.unwatch(fd)
-        while timers and timers[0][0] <= time.monotonic():
+        while timers and timers[0][0] <= monotonic():
             call = heapq.heappop(timers)[2]
             if call is not None:
                 self.guard(call)
@@ -282,7 +303,7 @@ class Outlet:
     def flush(self, _events=0):
         try:
             while self.buffer:
-                count = os.write(self.fd, self.buffer)
+                count = write(self.fd, self.buffer)
                 del self.buffer[:count]
                 self.gone(count)
         except BlockingIOError:
@@ -355,7 +376,7 @@ class Source:
             self.pause()
             return False
         try:
-            data = os.read(self.fd, room)
+            data = read(self.fd, room)
         except BlockingIOError:
             self.left = self.left and 0
             return False
@@ -904,7 +925,7 @@ class Read(Stream):
             self.waiting = True
             return
         try:
-            data = os.read(self.fd, min(CHUNK, self.window, self.todo)) if self.todo else b""
+            data = read(self.fd, min(CHUNK, self.window, self.todo)) if self.todo else b""
         except BlockingIOError:
             data = b""
         except OSError as error:
@@ -1013,7 +1034,7 @@ class Write(Stream):
             before = os.fstat(target).st_size
             os.lseek(self.fd, 0, os.SEEK_SET)
             try:
-                for piece in iter(lambda: os.read(self.fd, CHUNK), b""):
+                for piece in iter(lambda: read(self.fd, CHUNK), b""):
                     write_all(target, piece)
             except OSError:
                 os.ftruncate(target, before)
@@ -1033,7 +1054,7 @@ class Write(Stream):
 def write_all(fd, data):
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        view = view[write(fd, view) :]
 
 
 class Dial(Stream):
@@ -1244,7 +1265,7 @@ class Watch(Stream):
 
     def ready(self, _events=0):
         try:
-            data = os.read(self.fd, CHUNK)
+            data = read(self.fd, CHUNK)
         except BlockingIOError:
             return
         at = 0
@@ -1392,7 +1413,7 @@ class Machine:
     """What resume changes about the guest as a whole."""
 
     def now(self):
-        return time.time_ns()
+        return time_ns()
 
     def hostname(self):
         return socket.gethostname()
@@ -1458,13 +1479,13 @@ class RecordingMachine(Machine):
         self.offset = 0
 
     def now(self):
-        return time.time_ns() + self.offset
+        return time_ns() + self.offset
 
     def hostname(self):
         return self.recorded.get("hostname", "forkd-test")
 
     def set_clock(self, nanoseconds):
-        self.offset = nanoseconds - time.time_ns()
+        self.offset = nanoseconds - time_ns()
 
     def add_entropy(self, seed):
         self.recorded["entropy"] = seed.hex()
@@ -1544,11 +1565,11 @@ class Worker:
         message = {"id": str(self.asked), "code": self.current.code}
         if self.news:
             message["env"], self.news = self.news, {}
-        self.inlet.write(json.dumps(message).encode() + b"\n")
+        self.inlet.write(encode(message) + b"\n")
 
     def readable(self, _events=0):
         try:
-            data = os.read(self.fd, CHUNK)
+            data = read(self.fd, CHUNK)
         except BlockingIOError:
             return False
         self.buffer += data
@@ -1565,7 +1586,7 @@ class Worker:
 
     def heard(self, line):
         try:
-            message = json.loads(line.decode("utf-8", "replace"))
+            message = decode(line.decode("utf-8", "replace"))
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
@@ -1604,7 +1625,7 @@ class Worker:
             self.queue.remove(ask)
             ask.answered({})
         elif ask is self.current and self.python:
-            os.kill(self.pid, signal.SIGINT)
+            kill(self.pid, signal.SIGINT)
             self.agent.loop.after(KILL_GRACE, lambda: ask is self.current and self.kill())
         elif ask is self.current:
             ask.answered({})  # cannot be interrupted; its late answer releases the line
@@ -1622,7 +1643,7 @@ class Worker:
     def reseed(self):
         # The interpreter sees the signal before it can read anything sent after it, and also amid an eval.
         if self.pid is not None and self.python:
-            os.kill(self.pid, signal.SIGURG)
+            kill(self.pid, signal.SIGURG)
 
     def exited(self, status):
         while self.readable():
@@ -1722,7 +1743,7 @@ class Agent:
 
     def port_ready(self, _events):
         try:
-            data = os.read(self.fd, CHUNK)
+            data = read(self.fd, CHUNK)
         except ConnectionResetError:  # a socket whose host left something unread
             data = b""
         if data:
@@ -1763,7 +1784,7 @@ class Agent:
         """Write what is waiting; blocks until the host took it."""
         try:
             while self.out:
-                del self.out[: os.write(self.out_fd, self.out)]
+                del self.out[: write(self.out_fd, self.out)]
         except OSError:
             self.out.clear()
             self.host_gone()
@@ -1899,7 +1920,7 @@ class Agent:
     def reap(self, _events=0):
         """Collect every child that ended, orphans of others included."""
         try:
-            while os.read(self.wakeup, 4096):
+            while read(self.wakeup, 4096):
                 pass
         except BlockingIOError:
             pass
@@ -2089,7 +2110,7 @@ def split_words(text):
 
 
 def parse_object(payload):
-    message = json.loads(payload.decode("utf-8"))
+    message = decode(payload.decode("utf-8"))
     if not isinstance(message, dict):
         raise Refusal("bad_request", "the message must be a JSON object")
     return message
@@ -2192,7 +2213,7 @@ def interpreter():
 
     def explain(error, code, name):
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == agent_module.__file__:
+        while frames is not None and frames.tb_frame.f_globals is agent_module.__dict__:
             frames = frames.tb_next
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)
         text = "".join(traceback.format_exception(type(error), error, frames))
@@ -2228,13 +2249,13 @@ def interpreter():
         return answer
 
     def line_of(answer):
-        line = json.dumps(answer).encode() + b"\n"
+        line = encode(answer) + b"\n"
         if len(line) >= MAX_RESPONSE:  # mostly control characters, six bytes each
             for key in ("result", "error", "traceback", "stdout"):
                 if answer.get(key):
                     answer[key] = answer[key][: MAX_TEXT // 8]
             answer["truncated"] = True
-            line = json.dumps(answer).encode() + b"\n"
+            line = encode(answer) + b"\n"
         return line
 
     signal.signal(signal.SIGINT, on_interrupt)
@@ -2264,12 +2285,12 @@ def interpreter():
     pending = bytearray()
     while True:
         while b"\n" not in pending:
-            data = os.read(inlet, CHUNK)
+            data = read(inlet, CHUNK)
             if not data:
                 return
             pending += data
         line, _, pending = pending.partition(b"\n")
-        ask = json.loads(line.decode())
+        ask = decode(line.decode())
         for key, value in ask.get("env", {}).items():
             if value is None:
                 os.environ.pop(key, None)
@@ -2291,7 +2312,7 @@ def archive(flag, path, stage):
         else:
             unpack(path, stage)
     except Exception as error:  # the edge of the process
-        os.write(2, encode(refusal_of(error)) + b"\n")
+        write(2, encode(refusal_of(error)) + b"\n")
         raise SystemExit(1)
 
 
