@@ -26,7 +26,9 @@ EVALS = (
 )
 """What warm machines are asked: their clones then have the guest's code for the like translated already. Those that
 are errors (another language, no numpy) warm what errors need."""
-REHEARSALS = 5
+LIMITS = (None, 60, 60.5)
+"""A time limit is none, whole or broken: the guest takes another way for each."""
+REHEARSALS = 3
 """How often a machine goes through a clone's first moments before it is frozen: what the clones need not translate
 they need not write to memory of their own either."""
 RIPENING = (10, 0.25)
@@ -127,7 +129,8 @@ async def _rehearse(
             await link.ready()
             await canary.check(machine, asked)
         for code in EVALS:
-            await link.eval(code, timeout=READY_TIMEOUT)
+            for limit in LIMITS:
+                await link.eval(code, timeout=limit)
     return canary, link
 
 

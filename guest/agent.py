@@ -12,6 +12,7 @@ import fcntl
 import gc
 import grp
 import heapq
+import io
 import json
 import os
 import pwd
@@ -26,6 +27,7 @@ import termios
 import time
 
 VERSION = "1.1"
+PYTHON = "%d.%d.%d" % sys.version_info[:3]
 PROTOCOL = 1
 PORT_NAME = "forkd.agent"
 VSOCK_PORT = 52
@@ -48,8 +50,10 @@ MAX_WATCHES = 4096
 KILL_GRACE = 2.0
 WARMUP_SECONDS = 60.0
 REHEARSALS = 40  # Python then has adapted its code, and writes to fewer pages of it (each is a child's own)
+MAX_PLUGS = 50000  # some megabytes at the most
 LATER = 1e9  # no time limit is longer (seconds)
 
+EDGE = select.EPOLLIN | select.EPOLLET
 SYNC_MARK = b"FORKDSYN"
 HELLO, REQUEST, RESPONSE, DATA_IN, OUT, ERR, CONTROL, CREDIT, CANCEL, NOOP, STARTED, MORE = range(12)
 
@@ -85,7 +89,7 @@ scan_json = json.JSONDecoder().scan_once
 encode_json = (json.encoder.c_make_encoder or (lambda *_: JSON.iterencode))(
     None, JSON.default, json.encoder.encode_basestring, None, ":", ",", False, False, True
 )
-read, write, kill, monotonic, time_ns = os.read, os.write, os.kill, time.monotonic, time.time_ns
+read, write, kill, getpid, monotonic, time_ns = os.read, os.write, os.kill, os.getpid, time.monotonic, time.time_ns
 
 
 class Refusal(Exception):
@@ -200,6 +204,24 @@ def kill_group(pid, number):
         os.killpg(pid, number)
     except ProcessLookupError:
         pass  # all of it has ended
+
+
+def plug():
+    """Fill the holes of Python's small memory blocks: what a request needs for a moment is then taken from fresh ones.
+
+    They lie side by side on few pages; holes are one here and one there, and each page written to is a child's own.
+    Returns what fills them, to be kept.
+    """
+    gc.collect()  # this gives back the blocks Python keeps for lists, tuples, floats …
+    kept = []
+    for size in range(16, 513, 16):
+        last = neighbours = 0
+        while neighbours < 16 and len(kept) < MAX_PLUGS:
+            block = object() if size == 16 else float(neighbours) if size == 32 else bytes(size - 33)
+            neighbours = neighbours + 1 if id(block) - last == size else 0
+            last = id(block)
+            kept.append(block)
+    return kept
 
 
 # -- the event loop --------------------------------------------------------------------------------------------------
@@ -1434,9 +1456,12 @@ class Machine:
         socket.sethostname(name)
 
     def set_machine_id(self, machine_id):
-        fd = os.open("/etc/machine-id", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        fd = os.open("/etc/machine-id", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            # Not truncated first: the kernel would give back the page it has and take another.
             write_all(fd, machine_id.encode() + b"\n")
+            if os.lseek(fd, 0, os.SEEK_END) > 33:
+                os.ftruncate(fd, 33)
         finally:
             os.close(fd)
 
@@ -1682,6 +1707,7 @@ class Agent:
     """The link, the session and everything that runs."""
 
     def __init__(self, fd, sync, machine, is_socket, vsock=False):
+        self.pid = getpid()
         self.fd = fd
         self.out_fd = fd
         self.sync = sync
@@ -1736,7 +1762,7 @@ class Agent:
 
     def serve(self):
         """For ever; on a socket, until the host closes it."""
-        self.loop.watch(self.fd, select.EPOLLIN | select.EPOLLET, self.port_ready)
+        self.loop.watch(self.fd, EDGE, self.port_ready)
         while True:
             self.loop.turn()
             self.flush()
@@ -1754,7 +1780,7 @@ class Agent:
                 self.end_session()
             finally:
                 # Edge-triggered, so that a port without a host does not wake us for ever; this asks for the next edge.
-                self.loop.epoll.modify(self.fd, select.EPOLLIN | select.EPOLLET)
+                self.loop.epoll.modify(self.fd, EDGE)
         else:
             self.host_gone()
 
@@ -1766,7 +1792,7 @@ class Agent:
             knocking = knock()
             os.dup2(knocking, self.fd, inheritable=False)
             os.close(knocking)
-            self.loop.watch(self.fd, select.EPOLLIN | select.EPOLLET, self.port_ready)
+            self.loop.watch(self.fd, EDGE, self.port_ready)
         elif self.is_socket:
             for pid in list(self.procs) + list(self.workers):
                 kill_group(pid, signal.SIGKILL)
@@ -1826,11 +1852,13 @@ class Agent:
         self.greeting = False
         self.session = False
         self.locked = True
-        self.buffer.clear()
-        self.out.clear()
-        streams, self.streams = self.streams, {}
-        for stream in streams.values():
-            self.loop.guard(stream.detach)
+        if self.buffer or self.out:
+            self.buffer.clear()
+            self.out.clear()
+        if self.streams:
+            streams, self.streams = self.streams, {}
+            for stream in streams.values():
+                self.loop.guard(stream.detach)
 
     def begin_session(self, nonce):
         self.greeting = False
@@ -1839,9 +1867,9 @@ class Agent:
             "nonce": nonce.hex(),
             "protocol": PROTOCOL,
             "agent": VERSION,
-            "python": "%d.%d.%d" % sys.version_info[:3],
+            "python": PYTHON,
             "numpy": self.numpy,
-            "pid": os.getpid(),
+            "pid": self.pid,
             "lang": self.lang,
             "warmup_ready": self.warmup_ready(),
             "locked": self.locked,
@@ -1979,7 +2007,7 @@ class Agent:
                     step(value)
                 except OSError as error:
                     notes.append("cannot set %s: %s" % (what, error))
-        if "env" in request:
+        if "env" in request and env != self.env:
             self.evaluator.news.update(dict.fromkeys(self.env), **env)
             self.env = env
         if request.get("entropy") is not None:
@@ -2021,7 +2049,10 @@ class Agent:
     # warm-up
 
     def warmup_ready(self):
-        return all(worker.ready for worker in self.watched_workers)
+        for worker in self.watched_workers:
+            if not worker.ready:
+                return False
+        return True
 
     def warm(self, recipe):
         """Start the interpreter and the image's warm-up command; wait for them, but not for ever."""
@@ -2089,7 +2120,9 @@ class Agent:
         frames = [encode(ask) for ask in asks]
         script = b"".join(HEADER.pack(len(each), REQUEST, sid) + each for sid, each in enumerate(frames, 1))
         self.out_fd = os.open(os.devnull, os.O_WRONLY)
-        for _ in range(REHEARSALS):
+        for turn in range(REHEARSALS):
+            if turn == REHEARSALS // 2:
+                self.plugs = plug()
             self.feed(self.sync + os.urandom(16) + script)
             while self.streams:
                 self.loop.turn()
@@ -2099,7 +2132,6 @@ class Agent:
         self.out_fd = self.fd
         if isinstance(self.machine, RecordingMachine):
             self.machine = RecordingMachine()
-        gc.collect()
         gc.freeze()  # the collector then leaves these pages alone
 
 
@@ -2119,101 +2151,193 @@ def parse_object(payload):
 # -- the warm interpreter --------------------------------------------------------------------------------------------
 
 
-def interpreter():
-    """Answer JSON lines on descriptor 0 with JSON lines on descriptor 1; see Worker."""
-    import array
-    import ast
-    import builtins
-    import io
-    import linecache
-    import random
-    import traceback
-    import types
+class Printed(io.BufferedIOBase):
+    """Keeps the first MAX_TEXT bytes written since the last ``take``, and cannot be closed."""
 
-    # User code gets /dev/null; the channel moves to numbers it does not expect and children do not inherit.
-    inlet, outlet = os.dup(0), os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    os.close(null)
-    sys.argv = [""]
-    sys.path[0] = ""
+    def __init__(self):
+        self.kept = b""
+        self.truncated = False
 
-    class Capped(io.BufferedIOBase):
-        """Keeps the first MAX_TEXT bytes written since the last reset, and cannot be closed."""
+    def writable(self):
+        return True
 
-        def __init__(self):
-            self.reset()
+    def write(self, data):
+        size = memoryview(data).nbytes
+        room = MAX_TEXT - len(self.kept)
+        self.truncated = self.truncated or size > room
+        if room > 0:
+            if not self.kept:
+                self.kept = bytearray()
+            self.kept += bytes(data)[:room]
+        return size
 
-        def reset(self):
-            self.kept = bytearray()
-            self.truncated = False
+    def take(self):
+        """The text, and whether there was more; the next one begins."""
+        kept, truncated = self.kept, self.truncated
+        self.kept, self.truncated = b"", False
+        return kept.decode("utf-8", "replace"), truncated
 
-        def writable(self):
-            return True
+    def close(self):
+        pass
 
-        def write(self, data):
-            size = memoryview(data).nbytes
-            room = MAX_TEXT - len(self.kept)
-            self.truncated = self.truncated or size > room
-            if room > 0:
-                self.kept += bytes(data)[:room]
-            return size
 
-        def close(self):
+class Interpreter:
+    """Answers JSON lines on descriptor 0 with JSON lines on descriptor 1; see Worker."""
+
+    def __init__(self):
+        import builtins
+        import random
+        import types
+
+        # User code gets /dev/null; the channel moves to numbers it does not expect and children do not inherit.
+        self.inlet, self.outlet = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        os.close(null)
+        sys.argv = [""]
+        sys.path[0] = ""
+        self.printed = Printed()
+        self.stdout, self.stderr = (
+            io.TextIOWrapper(self.printed, encoding="utf-8", errors="backslashreplace", write_through=True)
+            for _ in range(2)
+        )
+        self.program = sys.modules["__main__"]  # kept alive: its functions are this program
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        self.names = sys.modules["__main__"].__dict__
+        self.names["__builtins__"] = builtins
+        self.random = random
+        self.running = False
+        self.count = 0
+        self.pid = getpid()
+        signal.signal(signal.SIGINT, self.on_interrupt)
+        signal.signal(signal.SIGURG, self.on_reseed)
+        signal.siginterrupt(signal.SIGURG, False)  # do not disturb user code that waits in the kernel
+
+    def warm(self):
+        """Load what evals need; returns what to say of it."""
+        ready, names = {"ready": True}, self.names
+        try:
+            import numpy
+
+            names["numpy"] = names["np"] = numpy
+            ready["numpy"] = numpy.__version__
+        except ImportError:
             pass
+        except Exception as error:  # a broken numpy must not cost the interpreter
+            ready["problem"] = "numpy cannot be imported: %r" % error
+        warmup = os.environ.pop("FORKD_WARMUP_PY", None)
+        if warmup:
+            failed = self.evaluate(warmup).get("traceback")
+            if failed:
+                ready["problem"] = "FORKD_WARMUP_PY failed: %s" % failed
+        rehearsal = ("1", "print(1)", "_ = 1\n_", "del _", "1/0")
+        for code in rehearsal + (("numpy.ones(3).sum()",) if "numpy" in names else ()):
+            self.line_of(self.evaluate(code))
+        self.on_reseed(0, None)
+        self.plugs = plug()
+        gc.freeze()
+        return ready
 
-    printed = Capped()
-    stdout, stderr = (
-        io.TextIOWrapper(printed, encoding="utf-8", errors="backslashreplace", write_through=True) for _ in range(2)
-    )
-    main_module = types.ModuleType("__main__")
-    names = main_module.__dict__
-    names["__builtins__"] = builtins
-    agent_module = sys.modules["__main__"]  # kept alive: its functions are this program
-    sys.modules["__main__"] = main_module
-    running = False
-    count = 0
-    pid = os.getpid()
+    def serve(self):
+        """Until the agent closes its end."""
+        write_all(self.outlet, self.line_of(self.warm()))
+        pending = b""
+        while True:
+            while b"\n" not in pending:
+                data = read(self.inlet, CHUNK)
+                if not data:
+                    return
+                pending += data
+            line, _, pending = pending.partition(b"\n")
+            ask = decode(line.decode())
+            env = ask.get("env")
+            if env:
+                self.set_env(env)
+            answer = self.evaluate(ask["code"])
+            answer["id"] = ask["id"]
+            line = self.line_of(answer)
+            sent = write(self.outlet, line)
+            if sent < len(line):
+                write_all(self.outlet, line[sent:])
 
-    def on_interrupt(_number, _frame):
-        if running:
+    @staticmethod
+    def set_env(env):
+        for key, value in env.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+    def on_interrupt(self, _number, _frame):
+        if self.running:
             raise KeyboardInterrupt
 
-    def on_reseed(_number, _frame):
-        random.seed()
+    def on_reseed(self, _number, _frame):
+        self.random.seed()
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
+            import array
+
             # The whole state at once, from plain numbers: to seed it would make numpy go through much more of itself.
             numpy_random.set_state(("MT19937", array.array("I", os.urandom(4 * 624)), 624))
         openssl = sys.modules.get("_ssl")
         if openssl is not None:
             openssl.RAND_add(os.urandom(32), 32.0)
 
-    def cut(text):
-        if len(text) > MAX_TEXT:
-            printed.truncated = True
-            return text[:MAX_TEXT]
-        return text
+    def evaluate(self, code):
+        self.count += 1
+        name = "<eval %d>" % self.count
+        sys.stdout, sys.stderr = self.stdout, self.stderr
+        try:
+            try:
+                self.running = True
+                answer = {"result": self.run(code, name)}
+                self.running = False
+            except BaseException as error:  # SystemExit and KeyboardInterrupt are answers too
+                self.running = False
+                answer = self.explain(error, code, name)
+        except KeyboardInterrupt as error:  # hit between the lines above
+            self.running = False
+            answer = self.explain(error, code, name)
+        if getpid() != self.pid:
+            os._exit(0)  # a fork made by user code: only the original answers
+        if self.printed.kept or self.printed.truncated:
+            answer["stdout"], truncated = self.printed.take()
+            if truncated:
+                answer["truncated"] = True
+        else:
+            answer["stdout"] = ""
+        return answer
 
-    def run(code, name):
+    def run(self, code, name):
         try:  # most evals are one expression, for which no syntax tree need be made
             only = compile(code, name, "eval", dont_inherit=True)
         except SyntaxError:
             only = None
-        if only is not None:
-            return cut(repr(eval(only, names)))
+        if only is None:
+            return self.run_statements(code, name)
+        text = repr(eval(only, self.names))
+        return text if len(text) <= MAX_TEXT else self.cut(text)
+
+    def run_statements(self, code, name):
+        import ast
+
+        names = self.names
         tree = compile(code, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         if tree.body:
             exec(compile(tree, name, "exec", dont_inherit=True), names)
         if last is None:
             return None
-        return cut(repr(eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), names)))
+        return self.cut(repr(eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), names)))
 
-    def explain(error, code, name):
+    def explain(self, error, code, name):
+        import linecache
+        import traceback
+
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_globals is agent_module.__dict__:
+        while frames is not None and frames.tb_frame.f_globals is globals():
             frames = frames.tb_next
         linecache.cache[name] = (len(code), None, code.splitlines(True), name)
         text = "".join(traceback.format_exception(type(error), error, frames))
@@ -2222,32 +2346,15 @@ def interpreter():
             said = str(error)
         except Exception as second:
             said = "(its text cannot be shown: %s)" % type(second).__name__
-        return {"error": cut("%s: %s" % (type(error).__name__, said)), "traceback": cut(text)}
+        return {"error": self.cut("%s: %s" % (type(error).__name__, said)), "traceback": self.cut(text)}
 
-    def evaluate(code):
-        nonlocal running, count
-        count += 1
-        name = "<eval %d>" % count
-        printed.reset()
-        sys.stdout, sys.stderr = stdout, stderr
-        try:
-            try:
-                running = True
-                answer = {"result": run(code, name)}
-                running = False
-            except BaseException as error:  # SystemExit and KeyboardInterrupt are answers too
-                running = False
-                answer = explain(error, code, name)
-        except KeyboardInterrupt as error:  # hit between the lines above
-            running = False
-            answer = explain(error, code, name)
-        if os.getpid() != pid:
-            os._exit(0)  # a fork made by user code: only the original answers
-        answer["stdout"] = printed.kept.decode("utf-8", "replace")
-        if printed.truncated:
-            answer["truncated"] = True
-        return answer
+    def cut(self, text):
+        if len(text) > MAX_TEXT:
+            self.printed.truncated = True
+            return text[:MAX_TEXT]
+        return text
 
+    @staticmethod
     def line_of(answer):
         line = encode(answer) + b"\n"
         if len(line) >= MAX_RESPONSE:  # mostly control characters, six bytes each
@@ -2257,48 +2364,6 @@ def interpreter():
             answer["truncated"] = True
             line = encode(answer) + b"\n"
         return line
-
-    signal.signal(signal.SIGINT, on_interrupt)
-    signal.signal(signal.SIGURG, on_reseed)
-    signal.siginterrupt(signal.SIGURG, False)  # do not disturb user code that waits in the kernel
-    ready = {"ready": True}
-    try:
-        import numpy
-
-        names["numpy"] = names["np"] = numpy
-        ready["numpy"] = numpy.__version__
-    except ImportError:
-        pass
-    except Exception as error:  # a broken numpy must not cost the interpreter
-        ready["problem"] = "numpy cannot be imported: %r" % error
-    warmup = os.environ.pop("FORKD_WARMUP_PY", None)
-    if warmup:
-        failed = evaluate(warmup).get("traceback")
-        if failed:
-            ready["problem"] = "FORKD_WARMUP_PY failed: %s" % failed
-    for code in ("1", "print(1)", "_ = 1\n_", "del _", "1/0") + (("numpy.ones(3).sum()",) if "numpy" in names else ()):
-        line_of(evaluate(code))
-    on_reseed(0, None)
-    gc.collect()
-    gc.freeze()
-    write_all(outlet, line_of(ready))
-    pending = bytearray()
-    while True:
-        while b"\n" not in pending:
-            data = read(inlet, CHUNK)
-            if not data:
-                return
-            pending += data
-        line, _, pending = pending.partition(b"\n")
-        ask = decode(line.decode())
-        for key, value in ask.get("env", {}).items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
-        answer = evaluate(ask["code"])
-        answer["id"] = ask["id"]
-        write_all(outlet, line_of(answer))
 
 
 # -- directories as tar streams ---------------------------------------------------------------------------------------
@@ -2495,7 +2560,7 @@ def loopback_up():
 
 def main(argv):
     if argv[:1] == ["--interpreter"]:
-        interpreter()
+        Interpreter().serve()
         return
     if argv[:1] in (["--pack"], ["--unpack"]):
         archive(*argv)
@@ -2534,5 +2599,18 @@ def main(argv):
     agent.serve()
 
 
+def load_again():
+    """Run this program anew, from fresh memory, after all it imports: its parts then lie side by side, on few pages."""
+    import marshal
+
+    names = {"__name__": "__main__", "__file__": __file__, "PLUGS": plug()}
+    with open(__file__, "rb") as file:
+        program = file.read()[16:]
+    exec(marshal.loads(program), names)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if __file__.endswith(".pyc") and "PLUGS" not in globals():
+        load_again()
+    else:
+        main(sys.argv[1:])

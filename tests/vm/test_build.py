@@ -1,4 +1,4 @@
-"""`forkd build`: steps run in a VM, each stays as a snapshot, and the parents we ship are what they promise."""
+"""`forkd build`: steps run in a VM, and each stays as a snapshot."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.building import build_recipe
 from forkd.sdk.dockerfile import read_dockerfile
-from forkd.sdk.recipe import read_recipe
 from forkd.specs.errors import BuildFailed
 from tests.oci_support import Registry, running_registry
 from tests.vm.test_images import busybox_layers
 
 pytestmark = pytest.mark.vm
-PARENTS = Path(__file__).parents[2] / "recipes/parents"
-CHILDREN = 10
 
 
 @pytest.fixture(scope="module")
@@ -88,65 +84,6 @@ async def test_a_dockerfile_becomes_a_parent_and_only_what_changed_is_built_agai
     with pytest.raises(BuildFailed, match="ended with 7: about to fail"):
         await build(fresh_tag("failing"))
     assert await controller.list_sandboxes() == []
-
-
-async def built(
-    controller: AsyncController, name: str, fresh_tag: Callable[[str], str], **values: Any
-) -> list[dict[str, Any]]:
-    """Ten children of a parent we ship."""
-    tag = fresh_tag(name)
-    await build_recipe(controller, read_recipe(PARENTS / f"{name}.toml"), tag, lambda step, fraction: None)
-    return await controller.spawn_sandboxes(tag, CHILDREN)
-
-
-async def each(children: list[dict[str, Any]], ask: Callable[[str], Any]) -> list[Any]:
-    answers: list[Any] = [None] * len(children)
-
-    async def one(index: int) -> None:
-        answers[index] = await ask(children[index]["id"])
-
-    async with trio.open_nursery() as nursery:
-        for index in range(len(children)):
-            nursery.start_soon(one, index)
-    return answers
-
-
-async def test_python_numpy_is_built_and_forked(controller: AsyncController, fresh_tag: Callable[[str], str]) -> None:
-    children = await built(controller, "python-numpy", fresh_tag)
-    answers = await each(children, lambda id: controller.eval_code(id, "numpy.arange(4).sum(), numpy.random.rand()"))
-    assert len({answer["result"] for answer in answers}) == CHILDREN, "each has its own random numbers"
-    assert all("6" in answer["result"] for answer in answers)
-
-
-async def test_nodejs_answers_evals_as_json_and_siblings_differ(
-    controller: AsyncController, fresh_tag: Callable[[str], str]
-) -> None:
-    children = await built(controller, "nodejs", fresh_tag)
-    code = "({list: [1, 2].map(x => x * 2), random: Math.random(), id: crypto.randomUUID(), env: process.version})"
-    answers = await each(children, lambda id: controller.eval_code(id, code, 60))
-    values = [answer["result_json"] for answer in answers]
-    assert all(value["list"] == [2, 4] for value in values), answers
-    assert len({value["random"] for value in values}) == len({value["id"] for value in values}) == CHILDREN
-    child = children[0]["id"]
-    await controller.eval_code(child, "globalThis.kept = {a: 1}")
-    assert (await controller.eval_code(child, "console.log('hi'); kept"))["result_json"] == {"a": 1}
-    failed = await controller.eval_code(child, "undefined.x")
-    assert "TypeError" in failed["error"] and failed["exit_code"] == 1
-
-
-async def test_postgres_is_ready_in_every_child_and_each_has_its_own_data(
-    controller: AsyncController, fresh_tag: Callable[[str], str]
-) -> None:
-    children = await built(controller, "postgres-fixture", fresh_tag)
-
-    async def write_and_read(id: str) -> str:
-        sql = f"CREATE TABLE t AS SELECT '{id}' AS who, generate_series(1, 100) AS n; SELECT DISTINCT who FROM t"
-        done = await controller.exec_command(id, ["psql", "-Atqc", sql], 120)
-        assert done["exit_code"] == 0, done
-        return str(done["stdout"])
-
-    answers = await each(children, write_and_read)
-    assert [answer.strip() for answer in answers] == [child["id"] for child in children]
 
 
 async def test_the_verb_builds_a_recipe_and_says_what_it_did(
