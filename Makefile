@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two workers, each with files of cases and a data directory of its own; the long ones first.
+# Two workers, each with files of cases and a data directory of its own; the long ones first, but before them one that
+# needs no parent while the other worker makes it.
 TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
-SLOWEST_FIRST := tests/vm tests/binary tests/contract tests/unit tests/meta
+SLOWEST_FIRST := tests/binary tests/vm tests/contract tests/unit tests/meta
 
 .PHONY: demo test test-slow fuzz setup deps lint unit vm binary test-binary docs bench bench-parent bench-daemon \
 	bench-everyday bench-hub bench-abuse bench-firecracker bench-binary bench-branch clean
@@ -15,7 +16,8 @@ demo: setup
 
 # Cases boot real machines on hosts of any load: one that fails is tried again, twice at most, and named as a rerun if it passes then.
 # Then the cases of the command line, of forks and of branches again on the binary; make test-binary runs all of them.
-test: setup lint dist/forkd
+test: setup
+	+$(MAKE) -j 2 lint dist/forkd
 	$(BIN)/python -m pytest -q --reruns 2 $(TOGETHER) $(SLOWEST_FIRST)
 	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q --reruns 2 $(TOGETHER) tests/vm/test_branch.py \
 		tests/vm/test_fork.py tests/vm/test_cli_refusals.py tests/vm/test_cli_daemon.py tests/unit/cli
@@ -43,10 +45,11 @@ vm: setup
 	$(BIN)/python -m pytest -q tests/vm
 
 test-slow: setup  ## minutes each: soaks, thousands of clones
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow --timeout 0
 
-fuzz: setup  ## ten minutes of damaged agent streams; the suite has 30 seconds of them
-	FORKD_FUZZ_SECONDS=600 $(BIN)/python -m pytest -q tests/unit/test_fuzz_frames.py
+fuzz: setup  ## ten minutes of damaged agent streams, and more made-up requests; the suite has some of both
+	FORKD_FUZZ_SECONDS=600 $(BIN)/python -m pytest -q --timeout 0 tests/unit/test_fuzz_frames.py
+	FORKD_FUZZ_EXAMPLES=100 $(BIN)/python -m pytest -q --timeout 0 tests/vm/test_schemathesis.py
 
 binary: dist/forkd  ## one file that does everything, with its checksums and bill of materials
 

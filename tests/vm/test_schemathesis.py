@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from tests.conftest import Daemon, copy_parent
 pytestmark = pytest.mark.vm
 ROOT = Path(__file__).parents[2]
 VERSION = "4.32.5"
+EXAMPLES = os.environ.get("FORKD_FUZZ_EXAMPLES", "4")
 PARENT = "python-numpy"
 ENDLESS = {("get", "/v1/events"), ("get", "/v1/sandboxes/{id}/files/watch")}
 # What stops, changes and removes what the others work on is asked of a daemon whose data is thrown away.
@@ -84,8 +86,8 @@ def fuzz(
     (where / "schemathesis.toml").write_text(config)
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     command = [str(schemathesis), "run", str(where / "openapi.json"), "--url", url, "--checks", checks]
-    bounds = ["--phases", "coverage,fuzzing", "--max-examples", "8", "--seed", "1", "--request-timeout", "90"]
-    return subprocess.run([*command, *bounds], capture_output=True, text=True, timeout=900, cwd=where)
+    bounds = ["--phases", "coverage,fuzzing", "--max-examples", EXAMPLES, "--seed", "1", "--request-timeout", "90"]
+    return subprocess.run([*command, *bounds], capture_output=True, text=True, timeout=7200, cwd=where)
 
 
 def test_made_up_requests_meet_only_what_is_documented(daemon: Daemon, schemathesis: Path, tmp_path: Path) -> None:
