@@ -26,11 +26,9 @@ EVALS = (
 )
 """What warm machines are asked: their clones then have the guest's code for the like translated already. Those that
 are errors (another language, no numpy) warm what errors need."""
-LIMITS = (None, 60, 60.5)
-"""A time limit is none, whole or broken: the guest takes another way for each."""
-REHEARSALS = 3
-"""How often a machine goes through a clone's first moments before it is frozen: what the clones need not translate
-they need not write to memory of their own either."""
+REHEARSALS = (None, 60, 60.5)
+"""A machine goes through a clone's first moments so often before it is frozen, with these time limits (none, whole and
+broken: the guest takes another way for each). What clones need not translate they need not write to memory either."""
 RIPENING = (10, 0.25)
 """How many more evals, and at what distance in seconds, until the guest's kernel has done all it does every second or
 two, which the clones then need not translate."""
@@ -122,15 +120,14 @@ async def _rehearse(
 ) -> tuple[Canary, GuestLink]:
     """Do what every clone will do first: a new session, the canary, some evals. Raises EngineError, GuestError."""
     canary = await Canary.take(machine, link)
-    for _ in range(REHEARSALS):
+    for limit in REHEARSALS:
         await link.let_go()
         link = await _new_session(runtime, recipe, slot, machine)
         async with canary.ask(link) as asked:
             await link.ready()
             await canary.check(machine, asked)
         for code in EVALS:
-            for limit in LIMITS:
-                await link.eval(code, timeout=limit)
+            await link.eval(code, timeout=limit)
     return canary, link
 
 

@@ -10,7 +10,7 @@ import click
 
 from forkd import __version__, frozen
 from forkd.cli.common import daemon_options
-from forkd.verbs import VERBS
+from forkd.verbs import SECTIONS, VERBS
 
 WITHOUT_DAEMON = {"completion", "daemon", "where", "wp-bench"}
 
@@ -19,7 +19,7 @@ class LazyGroup(click.Group):
     """A group whose verbs are imported when they are run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs, in the order a newcomer meets them, then those of foreign plugins."""
+        """The verbs as the help groups them, then those of foreign plugins."""
         return [*VERBS, *foreign_verbs()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -35,11 +35,11 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the verbs without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, about) for name, (_, about) in VERBS.items()])
-        if foreign := foreign_verbs():
-            with formatter.section("Commands of plugins"):
-                formatter.write_dl([(name, about) for name, (_, about) in foreign.items()])
+        width = max(map(len, VERBS))
+        for title, verbs in {**SECTIONS, "Of plugins": foreign_verbs()}.items():
+            if verbs:
+                with formatter.section(title):
+                    formatter.write_dl([(name.ljust(width), about) for name, (_, about) in verbs.items()])
 
 
 @functools.cache
