@@ -2007,7 +2007,7 @@ class Agent:
                     step(value)
                 except OSError as error:
                     notes.append("cannot set %s: %s" % (what, error))
-        if "env" in request and env != self.env:
+        if "env" in request and (env or self.env):
             self.evaluator.news.update(dict.fromkeys(self.env), **env)
             self.env = env
         if request.get("entropy") is not None:
