@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two workers, each with files of cases and a data directory of its own; the long ones first, but before them one that
-# needs no parent while the other worker makes it.
-TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers on two processors, as many cases wait; each with files of cases and a data directory of its own. The long
+# ones come first, but before them one that needs no parent while another worker makes it.
+TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
 SLOWEST_FIRST := tests/binary tests/vm tests/contract tests/unit tests/meta
 
 .PHONY: demo test test-slow fuzz setup deps lint unit vm binary test-binary docs bench bench-parent bench-daemon \

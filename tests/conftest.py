@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from forkd.sdk.async_controller import AsyncController
 
@@ -226,6 +227,13 @@ def machines(data_dir: Path) -> Callable[[], list[int]]:
         return found
 
     return find
+
+
+async def none_left(machines: Callable[[], list[int]]) -> None:
+    """Wait for the end of the last VMM: one that ripens to be a template goes on for some seconds."""
+    with trio.fail_after(30):
+        while machines():
+            await trio.sleep(0.05)
 
 
 def parent_disk(data_dir: Path) -> Path:

@@ -121,7 +121,8 @@ class Registry:
                     return await self._bounded(response, limit), response.headers.get("Content-Type", "")
             except (httpx.HTTPError, _Busy) as error:
                 attempt += 1
-                if attempt >= ATTEMPTS:
+                # Where nobody listens, the name is likelier wrong than the registry busy.
+                if attempt >= (2 if isinstance(error, httpx.ConnectError) else ATTEMPTS):
                     raise BuildFailed(f"{self.reference} cannot be fetched: {_said(error)}") from error
                 await self._wait(attempt, error)
 

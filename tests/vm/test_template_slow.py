@@ -31,6 +31,7 @@ from forkd.sandbox import Sandbox, end_sandbox
 from forkd.specs.engine import Slot
 from forkd.specs.requests import BranchRequest, CreateSnapshot
 from forkd.testing.engine import linked
+from tests.conftest import none_left
 
 pytestmark = [pytest.mark.vm, pytest.mark.slow]
 PARENT = "python-numpy"
@@ -69,12 +70,12 @@ async def test_a_thousand_children_alive_at_once_all_answer_all_differ_and_all_g
     async with trio.open_nursery() as nursery:
         for child in made:
             nursery.start_soon(one, child)
-    assert len(machines()) == MANY
+    assert len(machines()) in (MANY, MANY + 1)  # the template may still ripen
     assert [len(set(values)) for values in zip(*answers, strict=True)] == [MANY] * 3
     async with trio.open_nursery() as nursery:
         for child in made:
             nursery.start_soon(end_sandbox, child)
-    assert machines() == []
+    await none_left(machines)
     assert runtime.templates.counts.fallbacks == 0
 
 
@@ -129,7 +130,7 @@ async def test_thousands_of_clones_that_work_and_are_killed_leave_nothing_and_ar
     after = footprint()
     assert await ask(first, "1 + 1") == 2
     await end_sandbox(first)
-    assert machines() == []
+    await none_left(machines)
     assert runtime.templates.counts.clones == SOAK + 1 and runtime.templates.counts.fallbacks == 0
     assert after[0] <= before[0] + 2
     assert after[1] <= before[1] * 1.05 and after[2] <= before[2] + (24 << 20), (before, after)
