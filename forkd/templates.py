@@ -55,6 +55,7 @@ class Kept:
     grown: Grown
     used: float = field(default_factory=lambda: time.monotonic())
     failures: int = 0
+    ripening: trio.CancelScope = field(default_factory=trio.CancelScope)
     _users: int = 0
     _unused: trio.Event = field(default_factory=trio.Event)
 
@@ -162,12 +163,12 @@ class Templates:
     async def _grow(
         self, runtime: Runtime, recipe: Recipe, task_status: trio.TaskStatus[Kept] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Keep a template as soon as there is one, and, some seconds later, the riper one in its place."""
+        """Keep a template as soon as there is one, and, ten seconds later, the riper one in its place."""
         kept: Kept | None = None
 
         def first(grown: Grown) -> None:
             nonlocal kept
-            kept = self.kept[recipe.key] = Kept(recipe.key, grown)
+            kept = self.kept[recipe.key] = Kept(recipe.key, grown, ripening=ripening)
             task_status.started(kept)
 
         async def ripe(grown: Grown) -> None:
@@ -177,8 +178,10 @@ class Templates:
             self.kept[recipe.key] = Kept(recipe.key, grown, kept.used)
             await kept.retire()
 
+        ripening = trio.CancelScope()
         try:
-            await grow_template(runtime, recipe, first, ripe)
+            with ripening:
+                await grow_template(runtime, recipe, first, ripe)
         except (EngineError, GuestError) as error:
             if kept is None:
                 raise
@@ -198,6 +201,7 @@ class Templates:
 
     def _drop(self, runtime: Runtime, kept: Kept) -> None:
         del self.kept[kept.key]
+        kept.ripening.cancel()
         self._asked.pop(kept.key, None)
         self.counts.dropped += 1
         runtime.nursery.start_soon(kept.retire)

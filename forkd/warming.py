@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,13 @@ EVALS = (
 )
 """What warm machines are asked: their clones then have the guest's code for the like translated already. Those that
 are errors (another language, no numpy) warm what errors need."""
-REHEARSALS = (None, 60, 60.5)
-"""A machine goes through a clone's first moments so often before it is frozen, with these time limits (none, whole and
+LIMITS = (None, 60, 60.5)
+"""A machine goes through a clone's first moments with each of these time limits before it is frozen (none, whole and
 broken: the guest takes another way for each). What clones need not translate they need not write to memory either."""
-RIPENING = (10, 0.25)
-"""How many more evals, and at what distance in seconds, until the guest's kernel has done all it does every second or
-two, which the clones then need not translate."""
+RIPENING = 10
+RIPENING_PAUSE = 1.0
+"""How many more times, and at what distance in seconds, until the guest's kernel has done all it does every few
+seconds, which the clones then need not translate."""
 READY_TIMEOUT = 60.0
 
 
@@ -67,12 +69,11 @@ async def restore_warm(runtime: Runtime, recipe: Recipe, slot: Slot) -> tuple[Ma
     machine = await recipe.engine.restore(recipe.spec, slot)
     try:
         link = await _new_session(runtime, recipe, slot, machine)
-        with trio.move_on_after(READY_TIMEOUT):
+        with _in_time(slot):
             await link.ready()
             for count in range(runtime.settings.template_warmup):
                 await link.eval(EVALS[count % len(EVALS)], timeout=READY_TIMEOUT)
-            return machine, link
-        raise GuestTimeout(f"the guest of {slot.id} was not warm within {READY_TIMEOUT:g} s")
+        return machine, link
     except BaseException:
         await machine.kill()
         raise
@@ -91,17 +92,15 @@ async def grow_template(
     machine: Machine | None = None
     try:
         machine, link = await restore_warm(runtime, recipe, slot)
-        canary = None
-        with trio.move_on_after(READY_TIMEOUT):
-            canary, link = await _rehearse(runtime, recipe, slot, machine, link)
-        if canary is None:
-            raise GuestTimeout(f"the guest of a template did not answer within {READY_TIMEOUT:g} s")
+        with _in_time(slot):
+            canary = await Canary.take(machine, link)
+        for limit in LIMITS:
+            link = await _rehearse(runtime, recipe, slot, machine, link, canary, limit)
         # The link stays open until the machine is frozen: a guest whose host end is closed would poll.
         first(await _freeze(engine, machine, slot, canary, resume=True))
-        evals, distance = RIPENING
-        for count in range(evals):
-            await trio.sleep(distance)
-            await link.eval(EVALS[count % len(EVALS)], timeout=READY_TIMEOUT)
+        for count in range(RIPENING):
+            await trio.sleep(RIPENING_PAUSE)
+            link = await _rehearse(runtime, recipe, slot, machine, link, canary, LIMITS[count % len(LIMITS)])
         await ripe(await _freeze(engine, machine, slot, canary, resume=False))
     finally:
         with trio.CancelScope(shield=True):
@@ -116,11 +115,10 @@ async def _new_session(runtime: Runtime, recipe: Recipe, slot: Slot, machine: Ma
 
 
 async def _rehearse(
-    runtime: Runtime, recipe: Recipe, slot: Slot, machine: Machine, link: GuestLink
-) -> tuple[Canary, GuestLink]:
+    runtime: Runtime, recipe: Recipe, slot: Slot, machine: Machine, link: GuestLink, canary: Canary, limit: float | None
+) -> GuestLink:
     """Do what every clone will do first: a new session, the canary, some evals. Raises EngineError, GuestError."""
-    canary = await Canary.take(machine, link)
-    for limit in REHEARSALS:
+    with _in_time(slot):
         await link.let_go()
         link = await _new_session(runtime, recipe, slot, machine)
         async with canary.ask(link) as asked:
@@ -128,7 +126,15 @@ async def _rehearse(
             await canary.check(machine, asked)
         for code in EVALS:
             await link.eval(code, timeout=limit)
-    return canary, link
+    return link
+
+
+@contextmanager
+def _in_time(slot: Slot) -> Iterator[None]:
+    with trio.move_on_after(READY_TIMEOUT) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise GuestTimeout(f"the guest of {slot.id} was not warm within {READY_TIMEOUT:g} s")
 
 
 async def _freeze(engine: TemplateEngine, machine: Machine, slot: Slot, canary: Canary, *, resume: bool) -> Grown:

@@ -11,6 +11,7 @@ import select
 import statistics
 import sys
 import time
+from operator import truediv
 
 import trio
 
@@ -128,34 +129,37 @@ async def answers(runtime: Runtime) -> dict[str, object]:
 
 
 async def cost(runtime: Runtime) -> dict[str, object]:
-    """Memory after the first answer, CPU when idle, and how quick disk and timers are: turn by turn, as hosts vary."""
-    report: dict[str, object] = {}
-    walks: dict[str, list[float]] = {"template": [], "restore": []}
-    naps: dict[str, list[float]] = {"template": [], "restore": []}
+    """Memory after the first answer, CPU when idle, and how quick disk and timers are: by pairs, as hosts vary."""
+    kinds = ("template", "restore")
+    walks: dict[str, list[float]] = {kind: [] for kind in kinds}
+    naps: dict[str, list[float]] = {kind: [] for kind in kinds}
     private, idle = {}, {}
-    children = {spawn: await up(runtime, 5, spawn) for spawn in walks}
-    for spawn, made in children.items():
+    children = {kind: await up(runtime, 15, kind) for kind in kinds}
+    for kind, made in children.items():
         await everyone(made, EXPRESSION)
-        private[spawn] = [(await stats(runtime, child.id))["vmm_private_bytes"] for child in made]
+        private[kind] = [(await stats(runtime, child.id))["vmm_private_bytes"] for child in made]
     await trio.sleep(11)  # until idle workers of the VMM have left
-    for spawn, made in children.items():
+    for kind, made in children.items():
         before = [(await stats(runtime, child.id))["cpu_seconds"] for child in made]
         await trio.sleep(10)
         after = [(await stats(runtime, child.id))["cpu_seconds"] for child in made]
-        idle[spawn] = statistics.mean(late - early for early, late in zip(before, after, strict=True)) * 100
-    for pair in zip(*children.values(), strict=True):
-        for spawn, child in zip(children, pair, strict=True):
+        idle[kind] = statistics.mean(late - early for early, late in zip(before, after, strict=True)) * 100
+    for turn, pair in enumerate(zip(*children.values(), strict=True)):
+        for kind, child in list(zip(kinds, pair, strict=True))[:: -1 if turn % 2 else 1]:
             await ask(child, WALK)
-            walks[spawn].append(float(await ask(child, "walk('/usr/lib/python3')")))
-            naps[spawn].append(float(await ask(child, "naps()")))
-    for spawn, made in children.items():
-        report[spawn] = {
-            "private_mib": round(statistics.median(private[spawn]) / (1 << 20), 2),
-            "idle_cpu_ms_per_s": round(idle[spawn], 2),
-            "small_files_s": round(statistics.median(walks[spawn]), 3),
-            "naps_s": round(statistics.median(naps[spawn]), 3),
+            walks[kind].append(float(await ask(child, "walk('/usr/lib/python3')")))
+            naps[kind].append(float(await ask(child, "naps()")))
+    report: dict[str, object] = {}
+    for kind, made in children.items():
+        report[kind] = {
+            "private_mib": round(statistics.median(private[kind]) / (1 << 20), 2),
+            "idle_cpu_ms_per_s": round(idle[kind], 2),
+            "small_files_s": round(statistics.median(walks[kind]), 3),
+            "naps_s": round(statistics.median(naps[kind]), 3),
         }
         await end(made)
+    for name, spent in (("small_files", walks), ("naps", naps)):
+        report[f"{name}_ratio"] = round(truediv(*map(statistics.median, spent.values())), 3)
     return report
 
 

@@ -229,6 +229,24 @@ async def test_a_riper_one_of_a_template_that_was_dropped_is_dropped_as_well(sce
     assert scene.templates.kept == {}
 
 
+async def test_one_that_is_dropped_ripens_no_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = trio.Event()
+
+    async def grow(runtime: Any, recipe: Any, first: Callable[[Grown], None], ripe: Any) -> None:
+        first(scene.grown())
+        try:
+            await trio.sleep_forever()
+        finally:
+            stopped.set()
+
+    monkeypatch.setattr(templates, "grow_template", grow)
+    await scene.pick(n=10)
+    assert not stopped.is_set()
+    scene.templates.forget(cast(Runtime, scene), "a")
+    await scene.settle()
+    assert stopped.is_set()
+
+
 async def test_a_template_that_cannot_ripen_stays_as_it_is(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

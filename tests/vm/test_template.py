@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import trio
 
+from forkd import warming
 from forkd.canary import Canary
 from forkd.config import load_settings
 from forkd.ops.branch import branch
@@ -22,7 +23,7 @@ from forkd.sdk.async_controller import AsyncController
 from forkd.specs.engine import Machine, Slot
 from forkd.specs.errors import CloneBroken, LimitRefused
 from forkd.specs.requests import BranchRequest
-from forkd.warming import REHEARSALS
+from forkd.warming import LIMITS
 from tests.vm.test_fork_running import hand_descriptor
 
 pytestmark = pytest.mark.vm
@@ -62,20 +63,22 @@ async def test_a_clone_that_fails_its_canary_is_replaced_by_a_restored_child(
     async def fail_once(self: Canary, machine: Machine, asked: Any) -> None:
         await check(self, machine, asked)
         seen.append(machine.pid)
-        if len(seen) == len(REHEARSALS) + 1:
+        if len(seen) == len(LIMITS) + 1:
             raise CloneBroken("from the test")
 
     monkeypatch.setattr(Canary, "check", fail_once)
+    monkeypatch.setattr(warming, "RIPENING", 0)
     made = await children(runtime, 3)
     assert sorted(each.info.spawned_by for each in made) == ["restore", "template", "template"]
-    assert seen[len(REHEARSALS)] not in machines()
+    assert seen[len(LIMITS)] not in machines()
     assert {await ask(each, "numpy.zeros(3).tolist()[0]") for each in made} == {0.0}
     assert (runtime.templates.counts.clones, runtime.templates.counts.fallbacks) == (2, 1)
 
 
 async def test_a_template_ripens_while_it_is_used_and_nobody_notices(
-    runtime: Runtime, machines: Callable[[], list[int]]
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, machines: Callable[[], list[int]]
 ) -> None:
+    monkeypatch.setattr(warming, "RIPENING_PAUSE", 0.1)
     made = await children(runtime, 2)
     (young,) = runtime.templates.kept.values()
     young_pid = young.grown.template.pid
