@@ -15,12 +15,9 @@ demo: setup
 	$(BIN)/forkd quickstart -n 10
 
 # Cases boot real machines on hosts of any load: one that fails is tried again, twice at most, and named as a rerun if it passes then.
-# Then the cases of the command line, of forks and of branches again on the binary; make test-binary runs all of them.
 test: setup
 	+$(MAKE) -j 2 lint dist/forkd
 	$(BIN)/python -m pytest -q --reruns 2 $(TOGETHER) $(SLOWEST_FIRST)
-	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q --reruns 2 $(TOGETHER) tests/vm/test_branch.py \
-		tests/vm/test_fork.py tests/vm/test_cli_refusals.py tests/vm/test_cli_daemon.py tests/unit/cli
 
 setup: deps $(READY)
 
@@ -58,8 +55,9 @@ dist/forkd: $(READY) $(shell find -L forkd docs build forkd.spec pyproject.toml 
 	$(BIN)/pyinstaller --noconfirm --log-level WARN --workpath .work/pyinstaller --distpath dist forkd.spec
 	cd dist && sha256sum forkd forkd.cdx.json > SHA256SUMS
 
-test-binary: dist/forkd  ## the CLI and VM cases again, on the binary
-	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q tests/binary tests/vm tests/unit/cli
+CASES := tests/vm tests/unit/cli
+test-binary: dist/forkd  ## the CLI and VM cases (or CASES=...) again, on the binary
+	FORKD_TEST_BINARY=dist/forkd $(BIN)/python -m pytest -q --reruns 2 $(TOGETHER) $(CASES)
 
 docs: setup  ## write what is generated: CLI and API reference, examples of the plugin guide, man page
 	$(BIN)/python build/docs.py
