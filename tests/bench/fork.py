@@ -77,7 +77,7 @@ async def main() -> None:
     own_of_one = 0.0
     async with hosted_app() as transport:
         controller = AsyncController("http://forkd", timeout=None, transport=transport)
-        for count, turns in ((1, 7), (10, 3), (100, 1)):
+        for count, turns in ((1, 15), (10, 5), (100, 1)):
             floors, ours = [], []
             for _ in range(turns):
                 floors.append(await trio.to_thread.run_sync(raw, count))
