@@ -42,6 +42,13 @@ def run_forkd(
     )
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A case that passed only when it was tried again is named, with what went wrong before."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"tried again: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """A data directory, kept between runs, with the parent ``python-numpy`` in it; each of several workers has its own.
