@@ -41,7 +41,7 @@ def hub_of(kind: str, work: Path) -> Iterator[str]:
 def ask(data_dir: Path, *args: str, **options: Any) -> Any:
     """What a verb answers as JSON."""
     done = run_forkd(data_dir, *args, "--json", **options)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr + done.stdout
     return json.loads(done.stdout)
 
 
