@@ -85,6 +85,10 @@ class Limiter:
 
         return into
 
+    def limited(self, sandbox_id: str) -> bool:
+        """Whether ``admit`` has a group to put its machine into."""
+        return sandbox_id in self._groups
+
     def hits(self, sandbox_id: str) -> list[str]:
         """The limits that have held the sandbox back so far, by field name."""
         group = self._groups.get(sandbox_id)

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -93,7 +94,8 @@ class SlotOwner:
             remove_tree(slot.directory)
 
     def _slot(self, directory: Path) -> Slot:
-        return Slot(directory.name, directory, self.die_with_owner, self.limits.admit(directory.name))
+        name, limits = directory.name, self.limits
+        return Slot(name, directory, self.die_with_owner, limits.admit(name), partial(limits.limited, name))
 
     def close(self) -> None:
         """Remove the directory if no slot is left, and let go of it."""

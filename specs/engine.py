@@ -47,15 +47,17 @@ class Slot:
     """The host side of one child: a private directory, and whether the VMM must end with the process that owns it.
 
     An engine calls ``admit(pid)`` as soon as its process exists, before that has done anything: so it is under its
-    limits from the start. Raises LimitRefused. With ``netns`` (a path) the VMM runs in that network namespace, where
-    ``tap`` is the device its guest's network goes to; ``user_network`` asks for the VMM's own user-mode stack instead.
-    With neither the guest's network device, if it has one, leads nowhere.
+    limits from the start. Raises LimitRefused. ``limited()`` tells whether there are any, and so whether a process that
+    would begin by itself has to be held until then. With ``netns`` (a path) the VMM runs in that network namespace,
+    where ``tap`` is the device its guest's network goes to; ``user_network`` asks for the VMM's own user-mode stack
+    instead. With neither the guest's network device, if it has one, leads nowhere.
     """
 
     id: str
     directory: Path
     die_with_owner: bool = True
     admit: Callable[[int], None] = lambda pid: None
+    limited: Callable[[], bool] = lambda: False
     netns: str | None = None
     tap: str | None = None
     user_network: bool = False

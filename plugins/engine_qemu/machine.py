@@ -8,7 +8,7 @@ import shlex
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ STATE_SET = 1
 MAX_STATE = 64 << 20
 TAIL = 2000
 NOTICE = "info: QEMU waiting for connection"
+HOLD = 'read -r go && exec "$@" </dev/null'
+"""A shell that waits for a line and becomes QEMU: what a process takes before it is under its limits never counts."""
 
 
 class QemuMachine:
@@ -200,12 +202,15 @@ class Launch:
         # worker threads, which come and go.
         prefix = [] if self.slot.netns is None else ["nsenter", f"--net={self.slot.netns}", "--"]
         prefix += ["setpriv", "--pdeathsig", "KILL", "--"] if self.slot.die_with_owner else []
+        held = self.slot.limited()
+        prefix += ["sh", "-c", HOLD, "sh"] if held else []
         fds = (*(listener.fileno() for listener in self._listeners), *extra_fds)
         try:
             with open(self.slot.directory / LOG, "wb") as log, small_pages():
                 child = subprocess.Popen(
                     [*prefix, *command],
-                    stdin=subprocess.DEVNULL,
+                    bufsize=0,
+                    stdin=subprocess.PIPE if held else subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     pass_fds=fds,
@@ -215,7 +220,11 @@ class Launch:
             self._process = ProcessHandle.of_child(child)
         except OSError as error:
             raise LaunchFailed(f"QEMU could not be started: {error}\ncommand: {shlex.join(command)}") from error
-        self.slot.admit(child.pid)
+        with child.stdin or nullcontext():
+            self.slot.admit(child.pid)
+            if child.stdin is not None:
+                with suppress(BrokenPipeError):  # it ended already, as the handshake will tell
+                    child.stdin.write(b"\n")
         for listener in self._listeners:
             listener.close()
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 import trio
 
+from forkd.config import load_settings
 from forkd.linux import cgroup
 from forkd.linux.hostprobe import HostProbe
+from forkd.linux.ptrace import read_status
+from forkd.ops.fork import ForkOptions, fork
+from forkd.runtime import open_runtime
 from forkd.sdk.async_controller import AsyncController
 from forkd.sdk.errors import ControllerError
 
@@ -64,6 +70,25 @@ async def test_a_child_too_big_for_its_limit_never_comes_up_and_says_why(control
         await controller.spawn_sandboxes(PARENT, 1, memory_limit_mib=16)
     assert caught.value.code == "out_of_memory", caught.value
     assert await controller.list_sandboxes() == []
+
+
+async def test_what_a_machine_takes_counts_from_its_first_byte(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    admit, seen = cgroup.Group.admit, []
+
+    def look(self: cgroup.Group, pid: int) -> None:
+        # However late it is admitted: it is not QEMU yet.
+        while (name := os.path.basename(os.readlink(f"/proc/{pid}/exe"))).startswith(("python", "setpriv")):
+            time.sleep(0.001)
+        seen.append(name)
+        admit(self, pid)
+
+    monkeypatch.setattr(cgroup.Group, "admit", look)
+    async with open_runtime(load_settings({}, data_dir=data_dir)) as runtime:
+        (child,) = await fork(runtime, PARENT, 1, ForkOptions(memory_limit_mib=256))
+        assert child.sandbox is not None, child.error
+        assert (await child.sandbox.link.eval("6 * 7", timeout=60)).result == "42"
+        assert read_status(child.sandbox.machine.pid)["Name"].startswith("qemu-system")
+    assert len(seen) == 1 and "qemu" not in seen[0]
 
 
 async def test_limits_nobody_can_live_with_are_refused(controller: AsyncController) -> None:
