@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from forkd.linux.command import CommandFailed, run_command
@@ -63,7 +64,17 @@ class DebianBuilder:
             raise ToolMissing("mmdebstrap is not on PATH", hint="install it: apt-get install mmdebstrap") from error
         except CommandFailed as error:
             raise BuildFailed(f"debian:{suite} could not be built: {error}") from error
+        _drop_devices(target / "dev")
         return ImageConfig()
+
+
+def _drop_devices(dev: Path) -> None:
+    """Device nodes, which mmdebstrap makes where it may: a guest has its own, and not every host could copy them."""
+    with os.scandir(dev) as entries:
+        for entry in entries:
+            mode = entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+                os.unlink(entry)
 
 
 def _suite(request: ImageRequest) -> str:
