@@ -24,7 +24,7 @@ from forkd.sandbox import Sandbox, end_sandbox
 
 TAG = "python-numpy"
 EXPRESSION = "numpy.zeros(5).tolist()"
-WALK = """
+WORK = """
 import os, time
 def walk(top):
     began = time.perf_counter()
@@ -42,7 +42,18 @@ def naps():
     for _ in range(200):
         time.sleep(0.001)
     return time.perf_counter() - began
+def talk():
+    import socket
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+        far = server.accept()[0]
+        began = time.perf_counter()
+        for _ in range(500):
+            near.sendall(b"x" * 1000)
+            far.sendall(far.recv(1000))
+            near.recv(1000)
+        return time.perf_counter() - began
 """
+PARTS = {"small_files": "walk('/usr/lib/python3')", "naps": "naps()", "tcp": "talk()"}
 CHANGE = "import os; blob = os.urandom(64 << 20)"
 
 
@@ -129,10 +140,9 @@ async def answers(runtime: Runtime) -> dict[str, object]:
 
 
 async def cost(runtime: Runtime) -> dict[str, object]:
-    """Memory after the first answer, CPU when idle, and how quick disk and timers are: by pairs, as hosts vary."""
+    """Memory after the first answer, CPU when idle, how quick disk, timers and TCP are: by pairs, as hosts vary."""
     kinds = ("template", "restore")
-    walks: dict[str, list[float]] = {kind: [] for kind in kinds}
-    naps: dict[str, list[float]] = {kind: [] for kind in kinds}
+    spent: dict[str, dict[str, list[float]]] = {part: {kind: [] for kind in kinds} for part in PARTS}
     private, idle = {}, {}
     children = {kind: await up(runtime, 15, kind) for kind in kinds}
     for kind, made in children.items():
@@ -146,20 +156,19 @@ async def cost(runtime: Runtime) -> dict[str, object]:
         idle[kind] = statistics.mean(late - early for early, late in zip(before, after, strict=True)) * 100
     for turn, pair in enumerate(zip(*children.values(), strict=True)):
         for kind, child in list(zip(kinds, pair, strict=True))[:: -1 if turn % 2 else 1]:
-            await ask(child, WALK)
-            walks[kind].append(float(await ask(child, "walk('/usr/lib/python3')")))
-            naps[kind].append(float(await ask(child, "naps()")))
+            await ask(child, WORK)
+            for part, code in PARTS.items():
+                spent[part][kind].append(float(await ask(child, code)))
     report: dict[str, object] = {}
     for kind, made in children.items():
         report[kind] = {
             "private_mib": round(statistics.median(private[kind]) / (1 << 20), 2),
             "idle_cpu_ms_per_s": round(idle[kind], 2),
-            "small_files_s": round(statistics.median(walks[kind]), 3),
-            "naps_s": round(statistics.median(naps[kind]), 3),
+            **{f"{part}_s": round(statistics.median(spent[part][kind]), 3) for part in PARTS},
         }
         await end(made)
-    for name, spent in (("small_files", walks), ("naps", naps)):
-        report[f"{name}_ratio"] = round(truediv(*map(statistics.median, spent.values())), 3)
+    for part in PARTS:
+        report[f"{part}_ratio"] = round(truediv(*map(statistics.median, spent[part].values())), 3)
     return report
 
 
